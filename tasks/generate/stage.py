@@ -1,0 +1,126 @@
+"""A whole generate stage on local directories: read the carry, sample, score, write every trajectory."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from functools import partial
+from pathlib import Path
+
+from tasks.carry_over.shards import read_shards, write_shards
+from tasks.config import RunConfig
+from tasks.generate.engine import warm_engine
+from tasks.generate.rollout import Sampler, roll_out
+from tasks.generate.scheduler import Scheduler, StopRules
+from tasks.policy import read_policy
+from tasks.prompts import DataError, Draws, PromptSet, load_prompts, load_tokenizer
+from tasks.report.progress import stage_progress
+from tasks.rewards.scoring import Scorer
+from tasks.trajectory import Status
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "tokenizer.model")
+
+
+def fingerprints(config: RunConfig, model_directory: str, prompts: PromptSet) -> dict[str, str]:
+    """What must stay as it is while trajectories are carried, each as a hash."""
+    sampling = config.sampling.model_dump_json(exclude={"seed_requests"}) + f" n={config.train.group_size}"
+    tokenizer = b"".join(
+        path.read_bytes() for name in TOKENIZER_FILES if (path := Path(model_directory, name)).exists()
+    )
+    return {
+        "sampling": hashlib.sha256(sampling.encode()).hexdigest(),
+        "tokenizer": hashlib.sha256(tokenizer).hexdigest(),
+        "model": hashlib.sha256(Path(model_directory, "config.json").read_bytes()).hexdigest(),
+        "prompts": prompts.fingerprint,
+    }
+
+
+def generate_rollouts(
+    config: RunConfig, iteration: int, policy_directory: str, carry_directory: str, directory: str
+) -> dict[str, float]:
+    """Sample under the policy until a stop rule fires; writes all trajectories to `directory`, returns the metrics.
+
+    Raises DataError, ShardError or EngineError, each before anything is sampled or after everything is written.
+    """
+    began = time.monotonic()
+    partial_rollout, policy = config.partial_rollout, read_policy(policy_directory)
+    tokenizer = load_tokenizer(policy_directory, config.model.trust_remote_code)
+    prompts = load_prompts(config.data.train, tokenizer, config.data)
+    carry = read_shards(carry_directory)
+    carried = list(carry)
+    current = fingerprints(config, policy_directory, prompts)
+    changed = [name for name, value in carry.manifest.fingerprints.items() if current.get(name) != value]
+    if changed:
+        raise DataError(
+            f"{carry_directory}: its trajectories were sampled with another {' and '.join(changed)}; continue with the "
+            "recipe they were sampled with, or start a run without resume"
+        )
+    draws = Draws(
+        prompts,
+        cursor=carry.manifest.cursor,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        group_size=config.train.group_size,
+    )
+    scheduler = Scheduler(
+        carried,
+        partial(draws.draw, iteration),
+        rules=StopRules(
+            ready_groups=config.ready_groups,
+            max_tokens=partial_rollout.max_tokens,
+            max_seconds=partial_rollout.max_seconds,
+            max_engine_steps=partial_rollout.max_engine_steps,
+            max_scored_groups=partial_rollout.max_scored_batches * config.train.batch_groups,
+        ),
+        max_in_flight=partial_rollout.max_in_flight,
+        max_response_tokens=config.sampling.max_response_tokens,
+        version=policy.version,
+        iteration=iteration,
+        wait_for_all=not partial_rollout.enabled,
+    )
+    extra_info = {prompt.prompt_id: prompt.extra_info for prompt in prompts.prompts}
+    sampler = Sampler(config.sampling, config.seed, tokenizer, extra_info)
+    engine = warm_engine(config, policy_directory)
+    sampling_began = time.monotonic()
+    with (
+        Scorer(config.reward, config.sampling.max_response_tokens) as scorer,
+        stage_progress("generate", config.ready_groups) as update,
+    ):
+
+        def progress(now: Scheduler, seconds: float) -> None:
+            rate = now.sampled_tokens / max(seconds, 1e-9)
+            update(
+                now.informative_groups,
+                f"{now.informative_groups} groups ready, {now.in_flight} in flight, {rate:,.0f} tokens/s",
+            )
+
+        rows, reason = roll_out(engine, scheduler, scorer, sampler, progress=progress)
+    sampling_seconds = time.monotonic() - sampling_began
+    write_shards(
+        rows,
+        directory,
+        cursor=draws.cursor,
+        fingerprints=current,
+        extra={
+            "iteration": iteration,
+            "version": policy.version,
+            "policy": policy.fingerprint,
+            "stop_reason": reason,
+            "generated_tokens": scheduler.sampled_tokens,
+            "drawn_groups": draws.cursor - carry.manifest.cursor,
+            "score_errors": scorer.examples[:5],
+        },
+    )
+    return {
+        "generate/seconds": time.monotonic() - began,
+        "generate/sampling_seconds": sampling_seconds,
+        "generate/tokens": scheduler.sampled_tokens,
+        "generate/tokens_per_second": scheduler.sampled_tokens / max(sampling_seconds, 1e-9),
+        "generate/engine_steps": scheduler.engine_steps,
+        "generate/drawn_groups": draws.cursor - carry.manifest.cursor,
+        "generate/dropped_prompts": prompts.dropped,
+        "generate/cut_trajectories": sum(row.status == Status.PARTIAL for row in rows),
+        "generate/resumed_trajectories": sum(row.status == Status.PARTIAL for row in carried),
+        "generate/unscored_trajectories": sum(row.status == Status.FINISHED for row in rows),
+        "generate/failed_scores": len(scorer.examples),
+    }

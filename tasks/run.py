@@ -1,0 +1,133 @@
+"""The small tasks around the loop: check and start a run, record an iteration, conclude."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flytekit import task
+from flytekit.types.directory import FlyteDirectory
+
+from tasks.carry_over.shards import write_shards
+from tasks.config import ConfigError, RunConfig
+from tasks.policy import publish_initial_policy, read_policy
+from tasks.prompts import load_prompts, load_tokenizer
+from tasks.report.lines import iteration_lines
+from tasks.report.progress import say
+from tasks.report.report import write_report
+from tasks.rewards.scoring import load_function
+from tasks.storage import (
+    RunState,
+    existing_directory,
+    latest_state,
+    read_metrics,
+    stage_output,
+    write_json,
+    write_state,
+)
+
+
+class Start(NamedTuple):
+    """What the first iteration of this execution starts from. `config` has the run's final name."""
+
+    config: RunConfig
+    iteration: int
+    policy: FlyteDirectory
+    optimizer: FlyteDirectory | None
+    carry: FlyteDirectory
+
+
+class Result(NamedTuple):
+    """`run_directory` holds everything: policy, metrics.parquet, report.html and the state to resume from."""
+
+    run_directory: str
+    policy: FlyteDirectory
+
+
+@task
+def prepare(config: RunConfig) -> Start:
+    """Check everything that can be checked without an engine, then make version 0, or find the state to resume from."""
+    load_function(config.reward.function)
+    if config.resume is not None:
+        return _resume(config)
+    config = _with_free_name(config)
+    with stage_output(config, "policy", 0) as policy:
+        publish_initial_policy(config.model.path, policy.path)
+        _check_data(config, policy.path)
+    with stage_output(config, "carry", 0) as carry:
+        write_shards([], carry.path)
+    write_state(config.run_directory, RunState(iteration=0, policy="policy/0000", carry="carry/0000"))
+    return Start(config, 0, policy.directory, None, carry.directory)
+
+
+def _with_free_name(config: RunConfig) -> RunConfig:
+    """A run never writes into another: where the name is taken, the next of name-2, name-3, … is used."""
+    name, number = config.name, 1
+    while latest_state(config.run_directory) is not None:
+        number += 1
+        config = config.model_copy(update={"name": f"{name}-{number}"})
+    return config
+
+
+def _resume(config: RunConfig) -> Start:
+    state = latest_state(config.resume)
+    if state is None:
+        raise ConfigError(f"resume = {config.resume!r}: there is no run to continue (no state/*.json in it)")
+    if state.iteration >= config.iterations:
+        raise ConfigError(
+            f"resume = {config.resume!r}: its {state.iteration} iterations are done; raise iterations "
+            f"(now {config.iterations}) to train on"
+        )
+    base = config.resume.rstrip("/")
+    policy = existing_directory(f"{base}/{state.policy}")
+    _check_data(config, policy.download())
+    optimizer = None if state.optimizer is None else existing_directory(f"{base}/{state.optimizer}")
+    say(f"resuming {base} at iteration {state.iteration}")
+    return Start(config, state.iteration, policy, optimizer, existing_directory(f"{base}/{state.carry}"))
+
+
+def _check_data(config: RunConfig, model_directory: str) -> None:
+    tokenizer = load_tokenizer(model_directory, config.model.trust_remote_code)
+    for path in filter(None, (config.data.train, config.data.heldout)):
+        prompts = load_prompts(path, tokenizer, config.data)
+        say(f"{path}: {len(prompts.prompts)} prompts, {prompts.dropped} dropped as too long")
+
+
+@task
+def record(
+    config: RunConfig,
+    iteration: int,
+    policy: FlyteDirectory,
+    optimizer: FlyteDirectory | None,
+    metrics: list[dict[str, float]],
+) -> dict[str, float]:
+    """Write down what the iteration measured and, last, the state from which the next one can start."""
+    merged = {"iteration": float(iteration)} | {name: value for part in metrics for name, value in part.items()}
+    write_json(f"{config.run_directory}/metrics/{iteration:04d}.json", merged)
+    version = read_policy(policy.download()).version
+    state = RunState(
+        iteration=iteration + 1,
+        policy=f"policy/{version:04d}",
+        carry=f"carry/{iteration + 1:04d}",
+        optimizer=None if optimizer is None else f"optimizer/{iteration + 1:04d}",
+    )
+    write_state(config.run_directory, state)
+    for line in iteration_lines(merged):
+        say(line)
+    return merged
+
+
+@task
+def conclude(
+    config: RunConfig, policy: FlyteDirectory, recorded: list[dict[str, float]], final: list[dict[str, float]]
+) -> Result:
+    """Collect the metrics of the whole run as a table and a report, and say where everything is.
+
+    `final`: the evaluation of the last policy, if there is one.
+    """
+    for measured in final:
+        last = {"iteration": float(config.iterations)} | measured
+        write_json(f"{config.run_directory}/metrics/{config.iterations:04d}.json", last)
+    history = read_metrics(config.run_directory)
+    write_report(config, history)
+    say(f"{len(recorded)} iterations done; everything is in {config.run_directory}/, start with report.html")
+    return Result(config.run_directory, policy)

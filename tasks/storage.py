@@ -1,0 +1,108 @@
+"""Where a run's files are, and how a stage's directories get there.
+
+    <output>/<name>/rollouts/0007/      every trajectory that iteration 7 held at its cut
+    <output>/<name>/batch/0007/         what iteration 7 trained on
+    <output>/<name>/metrics/0007.json   what iteration 7 measured
+    <output>/<name>/carry/0008/         the trajectories that iteration 8 continues
+    <output>/<name>/optimizer/0008/     the optimizer that iteration 8 starts with
+    <output>/<name>/policy/0005/        the weights of version 5
+    <output>/<name>/state/0008.json     what iteration 8 starts from; written when all the above is complete
+
+A path on this machine is written in place. A URL is written through a temporary directory that Flyte uploads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import fsspec
+from flytekit.types.directory import FlyteDirectory
+
+from tasks.config import RunConfig
+
+
+@dataclass
+class Output:
+    """A directory being written: files go to `path`; `directory` is what the Flyte task returns."""
+
+    path: str
+    directory: FlyteDirectory = field(repr=False)
+
+
+def is_local(url: str) -> bool:
+    return "://" not in url or url.startswith("file://")
+
+
+@contextmanager
+def stage_output(config: RunConfig, stage: str, number: int) -> Iterator[Output]:
+    """The directory of a stage's result, e.g. `runs/sandbox/carry/0008`. The writer makes it complete or not at all."""
+    url = f"{config.run_directory}/{stage}/{number:04d}"
+    if is_local(url):
+        path = Path(url.removeprefix("file://")).absolute()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield Output(str(path), existing_directory(url))
+        return
+    path = tempfile.mkdtemp(prefix=f"{stage}-{number:04d}-") + "/out"
+    yield Output(path, FlyteDirectory(path, remote_directory=url))
+
+
+def existing_directory(url: str) -> FlyteDirectory:
+    """A directory that is already where it belongs, as a Flyte value: nothing is copied."""
+    if is_local(url):
+        return FlyteDirectory(str(Path(url.removeprefix("file://")).absolute()), remote_directory=False)
+    return FlyteDirectory(url)
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What iteration `iteration` starts from: directories, named relative to the run's own."""
+
+    iteration: int
+    policy: str
+    carry: str
+    optimizer: str | None = None
+
+
+def write_state(run_directory: str, state: RunState) -> None:
+    """Make it possible to resume before `state.iteration`."""
+    write_json(f"{run_directory}/state/{state.iteration:04d}.json", vars(state))
+
+
+def latest_state(run_directory: str) -> RunState | None:
+    """The last complete state of a run; None if there is no run in that directory."""
+    found = _numbered_json(run_directory, "state")
+    return RunState(**found[-1]) if found else None
+
+
+def read_metrics(run_directory: str) -> list[dict[str, float]]:
+    """The metrics of every iteration so far, in order."""
+    return _numbered_json(run_directory, "metrics")
+
+
+def _numbered_json(run_directory: str, kind: str) -> list[dict]:
+    filesystem, root = fsspec.core.url_to_fs(f"{run_directory}/{kind}")
+    filesystem.invalidate_cache()
+    return [json.loads(filesystem.cat_file(path)) for path in sorted(filesystem.glob(f"{root}/*.json"))]
+
+
+def write_json(url: str, content: dict) -> None:
+    """Write a small JSON file; a reader sees all of it or none."""
+    text = json.dumps(content, indent=1).encode()
+    if not is_local(url):
+        with fsspec.open(url, "wb") as file:
+            file.write(text)
+        return
+    path = Path(url.removeprefix("file://"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

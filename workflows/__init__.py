@@ -1,0 +1,1 @@
+"""What runs after what. No algorithm here."""
