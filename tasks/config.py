@@ -54,8 +54,8 @@ class DataConfig(Settings):
 
 
 class SamplingConfig(Settings):
-    temperature: PositiveFloat = 1.0
-    """Softmax temperature; the trainer divides its logits by the same value."""
+    temperature: Annotated[float, Field(ge=0.0)] = 1.0
+    """Softmax temperature; the trainer divides its logits by the same value. 0 (greedy) is for evaluation only."""
 
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Nucleus mass. Training needs 1.0: see `RunConfig`."""
@@ -130,7 +130,7 @@ class PartialRolloutConfig(Settings):
     """Older tokens: leave them out of the loss, or restart that member alone."""
 
     max_rounds_without_progress: PositiveInt = 10
-    """Iterations in a row without a single trained group after which the run ends, saying what it saw."""
+    """Iterations in a row without a single informative group after which the run ends, saying what it saw."""
 
 
 class EngineConfig(Settings):
@@ -150,7 +150,7 @@ class EngineConfig(Settings):
     """Devices one engine is spread over."""
 
     enforce_eager: bool = False
-    """Skip graph capture: starts sooner, decodes slower on a GPU. Has no effect on speed on a CPU."""
+    """Skip compilation and graph capture: starts sooner, decodes slower on a GPU; no slower on a CPU."""
 
     max_batched_tokens: PositiveInt | None = None
     """Most tokens (prefill and decode) in one engine step; default: the engine's own."""
@@ -326,6 +326,11 @@ class RunConfig(Settings):
             problems.append(
                 f"partial_rollout.ready_groups = {partial.ready_groups} is below train.batch_groups = "
                 f"{train.batch_groups}; no batch would ever fill: raise it, or lower train.batch_groups"
+            )
+        if sampling.temperature == 0:
+            problems.append(
+                "sampling.temperature = 0: greedy members of a group would all be the same; choose one above 0, and "
+                "use 0 in evaluate.sampling only"
             )
         if sampling.top_p < 1.0 or sampling.top_k > 0:
             problems.append(

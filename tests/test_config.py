@@ -23,6 +23,7 @@ def refused(message, **sections):
         ({"partial_rollout": {"max_in_flight": 2}}, ["max_in_flight = 2", "group_size = 4"]),
         ({"partial_rollout": {"ready_groups": 1}}, ["ready_groups = 1", "batch_groups = 2"]),
         ({"reward": {"overlong_cache": 48}}, ["overlong_cache = 48", "max_response_tokens = 48"]),
+        ({"sampling": {"temperature": 0}}, ["sampling.temperature = 0", "evaluate.sampling"]),
         ({"sampling": {"top_p": 0.9}}, ["top_p = 0.9", "evaluate.sampling"]),
         ({"sampling": {"top_k": 5}}, ["top_k = 5", "evaluate.sampling"]),
         ({"engine": {"max_context_tokens": 63}}, ["max_context_tokens = 63", "= 64"]),

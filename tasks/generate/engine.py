@@ -76,6 +76,10 @@ class VLLMEngine:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # step() runs the model here and now
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        if settings.enforce_eager:
+            os.environ["TORCHDYNAMO_DISABLE"] = (
+                "1"  # else the sampler is compiled all the same, for 10 s
+            )
         from vllm import EngineArgs, LLMEngine
         from vllm.platforms import current_platform
 
@@ -98,6 +102,7 @@ class VLLMEngine:
             enable_prefix_caching=True,  # members of a group share their prompt
             logprobs_mode="processed_logprobs",  # after temperature: of the distribution really sampled from
             disable_log_stats=True,
+            use_tqdm_on_load=False,
             seed=config.seed,
         )
         if settings.max_batched_tokens is not None:

@@ -109,6 +109,8 @@ def generate_rollouts(
             "generated_tokens": scheduler.sampled_tokens,
             "drawn_groups": draws.cursor - carry.manifest.cursor,
             "score_errors": scorer.examples[:5],
+            "quarantined": [vars(row) for row in carry.quarantined],
+            "carried": carry.manifest.extra,
         },
     )
     return {
