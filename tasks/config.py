@@ -214,6 +214,9 @@ class TrainConfig(Settings):
     param_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute precision of forward and backward; master weights and optimizer stay float32."""
 
+    attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
+    """Attention kernel of the trainer; flash_attention_2 needs its package and a GPU."""
+
     activation_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, about a third more compute."""
 

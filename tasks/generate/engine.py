@@ -77,9 +77,7 @@ class VLLMEngine:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         if settings.enforce_eager:
-            os.environ["TORCHDYNAMO_DISABLE"] = (
-                "1"  # else the sampler is compiled all the same, for 10 s
-            )
+            os.environ["TORCHDYNAMO_DISABLE"] = "1"  # else the sampler is compiled all the same, for 10 s
         from vllm import EngineArgs, LLMEngine
         from vllm.platforms import current_platform
 

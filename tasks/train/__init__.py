@@ -1,0 +1,1 @@
+"""Train: DAPO updates of the policy with FSDP, on one rank or many."""

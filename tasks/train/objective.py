@@ -1,0 +1,83 @@
+"""The objective: DAPO's token-level clipped policy gradient, corrected for tokens sampled by older weights.
+
+With r = exp(logp − logp_prox), w = min(exp(logp_prox − logp_behaviour), tis_cap) held constant, and N the unmasked
+tokens of the whole mini-batch:
+
+    loss = −(1/N) Σ w · min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A)      for A < 0 bounded by w · dual_clip·|A|
+
+- token-level mean and decoupled clip range: DAPO, arXiv:2503.14476, eq. 8 and 10
+- dual clip: arXiv:1912.09729, eq. 5
+- proximal policy apart from the behaviour policy: decoupled PPO, arXiv:2110.00641, section 3, here with the weight
+  truncated (as in V-trace, arXiv:1802.01561, section 4.1), since a token's behaviour policy may be several updates old
+
+Departures from DAPO: the importance weight, without which tokens of older weights would be taken for on-policy ones;
+and the dual clip, which DAPO's public code has and its paper has not.
+"""
+
+from __future__ import annotations
+
+import torch
+
+MAX_LOG_RATIO = 20.0  # clamp before exp, so that a mismatch cannot overflow
+
+
+def dapo_loss(
+    logprobs: torch.Tensor,
+    proximal_logprobs: torch.Tensor,
+    behaviour_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    loss_mask: torch.Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    tis_cap: float | None = None,
+    token_count: float | torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and metrics of a (micro-)batch, padded [B, T] or packed [N].
+
+    logprobs, proximal_logprobs, behaviour_logprobs: of the sampled tokens, nats. advantages: per token, or per row ([B]
+    or [B, 1]). loss_mask: true where a token counts. token_count: N above, default the mask's own; with the
+    mini-batch's count, losses, gradients and metrics of micro-batches add up to those of the mini-batch. tis_cap: None
+    for no weight. Tokens with a non-finite log-prob are left out and counted in `nonfinite_tokens` (a plain count);
+    every other metric is a share of `token_count`.
+    """
+    if advantages.dim() < logprobs.dim():
+        advantages = advantages.unsqueeze(-1)
+    mask = loss_mask.bool()
+    finite = torch.isfinite(logprobs) & torch.isfinite(proximal_logprobs) & torch.isfinite(behaviour_logprobs)
+    used = mask & finite
+    zero = torch.zeros_like(logprobs)
+    logp = torch.where(used, logprobs, zero)  # before any arithmetic: a NaN times 0 is still a NaN in the gradient
+    proximal = torch.where(used, proximal_logprobs, zero).detach()
+    behaviour = torch.where(used, behaviour_logprobs, zero).detach()
+    count = mask.sum() if token_count is None else token_count
+
+    log_ratio = (logp - proximal).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = log_ratio.exp()
+    plain = -ratio * advantages
+    clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    losses = torch.maximum(plain, clipped)
+    dual_clipped = torch.zeros_like(used)
+    if dual_clip is not None:
+        bound = -dual_clip * advantages
+        dual_clipped = (advantages < 0) & (losses > bound)
+        losses = torch.where(advantages < 0, torch.minimum(losses, bound), losses)
+    weight = torch.ones_like(ratio)
+    if tis_cap is not None:
+        weight = (proximal - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=tis_cap)
+
+    def share(values: torch.Tensor) -> torch.Tensor:
+        return torch.where(used, values.to(logp.dtype), zero).sum() / count
+
+    with torch.no_grad():
+        metrics = {
+            "clip_fraction": share(clipped > plain),
+            "dual_clip_fraction": share(dual_clipped),
+            "ratio": share(ratio),
+            "kl": share(ratio - 1 - log_ratio),  # k3 estimate of KL(proximal ‖ policy)
+            "importance_weight": share(weight),
+            "squared_importance_weight": share(weight**2),
+            "nonfinite_tokens": (mask & ~finite).sum().to(logp.dtype),
+        }
+    return share(weight * losses), metrics
