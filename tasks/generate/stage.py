@@ -113,7 +113,7 @@ def generate_rollouts(
             "carried": carry.manifest.extra,
         },
     )
-    return {
+    metrics = {
         "generate/seconds": time.monotonic() - began,
         "generate/sampling_seconds": sampling_seconds,
         "generate/tokens": scheduler.sampled_tokens,
@@ -126,3 +126,4 @@ def generate_rollouts(
         "generate/unscored_trajectories": sum(row.status == Status.FINISHED for row in rows),
         "generate/failed_scores": len(scorer.examples),
     }
+    return {name: float(value) for name, value in metrics.items()}

@@ -89,7 +89,7 @@ def train_policy(config: RunConfig, directories: Directories) -> dict[str, float
     metrics |= {"updates": float(len(measured)), "seconds": time.monotonic() - began}
     for name in ("skipped_updates", "nonfinite_tokens"):
         metrics[name] = sum(update[name] for update in measured)
-    return {f"train/{name}": value for name, value in metrics.items()}
+    return {f"train/{name}": float(value) for name, value in metrics.items()}
 
 
 def learning_rate(config: RunConfig, updates: int) -> float:

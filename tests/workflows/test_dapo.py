@@ -1,0 +1,167 @@
+"""The workflow as a user runs it: `pyflyte run` in a process of its own, killed, resumed, given bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from conftest import recipe, write_prompts
+from tasks.carry_over.shards import read_shards
+from tasks.storage import latest_state, read_metrics
+
+ROOT = Path(__file__).parents[2]
+
+
+def write_recipe(folder: Path, model: Path, **sections) -> Path:
+    """A recipe whose cuts depend on engine steps alone, so that the same run twice is the same."""
+    write_prompts(folder / "train.jsonl", 20)
+    settings = recipe(
+        name="run",
+        output=str(folder / "runs"),
+        iterations=4,
+        model={"path": str(model)},
+        data={"train": str(folder / "train.jsonl")},
+        reward={"function": "parity_reward:compute_score"},
+        partial_rollout={"max_engine_steps": 40},
+    )
+    for name, value in sections.items():
+        settings[name] = settings[name] | value if isinstance(value, dict) else value
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def start(recipe_file: Path) -> subprocess.Popen:
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
+    pyflyte = Path(sys.executable).with_name("pyflyte")
+    return subprocess.Popen(
+        [pyflyte, "run", "workflows/dapo.py", "dapo", "--config", recipe_file],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(recipe_file: Path) -> tuple[int, str]:
+    process = start(recipe_file)
+    output, _ = process.communicate(timeout=240)
+    return process.returncode, output
+
+
+def books(run_directory: Path) -> list[dict[str, float]]:
+    """The part of the metrics that says what was drawn, sampled and trained, without times."""
+    kept = ("iteration", "ledger/", "carry/reward", "carry/accuracy", "generate/tokens", "generate/drawn")
+    return [
+        {name: value for name, value in row.items() if name.startswith(kept) and "per_second" not in name}
+        for row in read_metrics(str(run_directory))
+    ]
+
+
+def trained_prompts(run_directory: Path) -> list[list[tuple[str, int]]]:
+    return [[row.key for row in read_shards(str(path))] for path in sorted((run_directory / "batch").iterdir())]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, tiny_model):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    code, output = run(write_recipe(folder, tiny_model))
+    assert code == 0, output
+    return folder / "runs" / "run", output
+
+
+def test_run_leaves_policy_metrics_report_and_state(undisturbed):
+    directory, output = undisturbed
+    assert f"everything is in {directory}/" in output
+    assert latest_state(str(directory)).iteration == 4
+    assert pq.read_table(directory / "metrics.parquet").num_rows == 4
+    assert "<svg" in (directory / "report.html").read_text()
+    manifest = json.loads((directory / latest_state(str(directory)).policy / "policy.json").read_text())
+    assert manifest["version"] >= 2
+
+
+def test_every_iteration_is_printed_with_balanced_books(undisturbed):
+    directory, output = undisturbed
+    lines = [line for line in output.splitlines() if "ledger of" in line]
+    assert len(lines) == 8
+    for line in lines:
+        left, right = line.split(": ")[1].split(" = ")
+        assert sum(_numbers(left)) == sum(_numbers(right))
+    totals = books(directory)
+    assert all(totals[i]["ledger/tokens_carried_out"] == totals[i + 1]["ledger/tokens_carried_in"] for i in range(3))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part.split()[0].replace(",", "")) for part in text.split(" + ")]
+
+
+def test_cut_trajectories_are_resumed_by_newer_weights(undisturbed):
+    directory, _ = undisturbed
+    rows = [row for path in sorted((directory / "rollouts").iterdir()) for row in read_shards(str(path))]
+    assert any(len({segment.version for segment in row.segments}) > 1 for row in rows)
+
+
+def test_killed_and_resumed_run_equals_the_undisturbed_one(undisturbed, tmp_path, tiny_model):
+    directory = tmp_path / "runs" / "run"
+    process = start(write_recipe(tmp_path, tiny_model))
+    while not (directory / "state" / "0002.json").exists():
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    code, output = run(write_recipe(tmp_path, tiny_model, resume=str(directory)))
+    assert code == 0, output
+    assert f"resuming {directory} at iteration" in output
+    assert books(directory) == books(undisturbed[0])
+    assert trained_prompts(directory) == trained_prompts(undisturbed[0])
+
+
+def test_a_taken_name_gets_a_number(undisturbed, tiny_model):
+    directory, _ = undisturbed
+    before = books(directory)
+    folder = directory.parent.parent
+    code, output = run(write_recipe(folder, tiny_model, iterations=1))
+    assert code == 0, output
+    assert books(directory) == before
+    assert len(books(directory.with_name("run-2"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"data": {"train": "absent.jsonl"}}, "absent.jsonl: no such file"),
+        ({"model": {"path": "absent"}}, "absent: no such directory"),
+        ({"reward": {"function": "absent:f"}}, "reward.function"),
+        ({"train": {"group_size": 5}}, "train.mini_batch_responses = 4 does not divide"),
+        ({"surprise": 1}, "surprise: unknown key"),
+        ({"resume": "absent"}, "there is no run to continue"),
+    ],
+)
+def test_bad_input_ends_the_run_before_an_engine_starts(tmp_path, tiny_model, sections, message):
+    code, output = run(write_recipe(tmp_path, tiny_model, **sections))
+    assert code != 0
+    assert message in " ".join(output.replace("│", " ").split())
+    assert not list((tmp_path / "runs").glob("*/rollouts"))
+
+
+def test_strict_run_never_mixes_versions(tmp_path, tiny_model):
+    path = write_recipe(
+        tmp_path,
+        tiny_model,
+        iterations=2,
+        partial_rollout={"enabled": False, "max_engine_steps": None},
+    )
+    code, output = run(path)
+    assert code == 0, output
+    directory = tmp_path / "runs" / "run"
+    for number, path in enumerate(sorted((directory / "batch").iterdir())):
+        assert {version for row in read_shards(str(path)) for version in row.versions()} == {number}
+        assert read_shards(str(directory / "carry" / f"{number + 1:04d}")).manifest.rows == 0
