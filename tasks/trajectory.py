@@ -266,13 +266,15 @@ def to_record_batch(rows: Sequence[Trajectory], schema: pa.Schema = SCHEMA) -> p
 
 
 def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
-    if pa.types.is_list(kind) and not pa.types.is_struct(kind.value_type):
-        offsets = np.cumsum([0, *(len(value) for value in values)], dtype=np.int32)
-        flat = np.concatenate(values) if values else np.empty(0)
-        return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat, type=kind.value_type))
-    if pa.types.is_list(kind):
-        return pa.array([[segment._asdict() for segment in value] for value in values], type=kind)
-    return pa.array(values, type=kind)
+    if not pa.types.is_list(kind):
+        return pa.array(values, type=kind)
+    offsets = pa.array(np.cumsum([0, *map(len, values)], dtype=np.int32))
+    if not pa.types.is_struct(kind.value_type):
+        flat = pa.array(np.concatenate(values) if values else np.empty(0), type=kind.value_type)
+        return pa.ListArray.from_arrays(offsets, flat)
+    segments = np.array([segment for value in values for segment in value], np.int32).reshape(-1, len(Segment._fields))
+    structs = pa.StructArray.from_arrays([pa.array(column) for column in segments.T], fields=list(kind.value_type))
+    return pa.ListArray.from_arrays(offsets, structs, type=kind)
 
 
 def from_record_batch(batch: pa.RecordBatch) -> Iterator[Trajectory]:
@@ -288,10 +290,11 @@ def _values(column: pa.Array) -> Sequence[Any]:
     kind = column.type
     if not pa.types.is_list(kind):
         return column.to_pylist()
-    if pa.types.is_struct(kind.value_type):
-        return [[tuple(segment.values()) for segment in row] for row in column.to_pylist()]
     offsets = column.offsets.to_numpy()
-    flat = column.values.to_numpy(zero_copy_only=False)
+    if pa.types.is_struct(kind.value_type):
+        flat = list(zip(*(column.values.field(name).to_pylist() for name in Segment._fields), strict=True))
+    else:
+        flat = column.values.to_numpy(zero_copy_only=False)
     return [flat[start:end] for start, end in itertools.pairwise(offsets)]
 
 
