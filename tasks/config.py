@@ -191,7 +191,7 @@ class TrainConfig(Settings):
     """Responses per optimizer update."""
 
     micro_batch_tokens: PositiveInt = 32768
-    """Tokens (prompt and response) of one forward and backward on one rank; a longer row runs alone."""
+    """Tokens (prompt, response and padding) of one forward and backward on one rank; a longer row runs alone."""
 
     ranks: PositiveInt = 1
     """FSDP ranks on this machine."""

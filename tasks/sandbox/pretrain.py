@@ -32,7 +32,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 
 STEPS = 2000
 TOKENS_PER_STEP = 2048
-CORRUPTED = 0.12  # share of the steps with a wrong digit as their sum
+CORRUPTED = 0.14  # share of the steps with a wrong digit as their sum
 GROWTH = 0.6  # share of the training in which the longest sum grows from FIRST_MAX_TERMS to MAX_TERMS
 FIRST_MAX_TERMS = 6
 WARMUP_STEPS = 50

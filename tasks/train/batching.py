@@ -1,7 +1,9 @@
-"""Mini-batches and micro-batches. Pure: which rows run together, and the tensors of a packed micro-batch."""
+"""Mini-batches and micro-batches. Pure: which rows run together on which rank, and the tensors of a micro-batch."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,43 +24,47 @@ def mini_batches(rows: Sequence[TrainingRow], size: int) -> list[list[TrainingRo
 
 
 def micro_batches(rows: Sequence[TrainingRow], max_tokens: int, ranks: int) -> list[list[list[TrainingRow]]]:
-    """[ranks][count] micro-batches of at most `max_tokens`; a longer row runs alone.
+    """[ranks][count] micro-batches of at most `max_tokens`, padding included; a longer row runs alone.
 
-    Every rank gets the same number, so that none waits in a collective for another; where there are fewer rows, some
-    are empty. Longest rows are placed first, each where the fewest tokens are, which balances the ranks.
+    Rows of like length run together, so that there is little padding, and micro-batches that run at the same time on
+    different ranks are of like size. Every rank gets the same number, so that none waits in a collective for another;
+    where there are fewer rows, some are empty.
     """
-    packs: list[list[TrainingRow]] = []
-    room: list[int] = []
-    for row in sorted(rows, key=row_tokens, reverse=True):
-        fitting = [index for index, left in enumerate(room) if left >= row_tokens(row)]
-        if fitting:
-            index = min(fitting, key=lambda candidate: room[candidate])
-            packs[index].append(row)
-            room[index] -= row_tokens(row)
+    longest_first = sorted(rows, key=row_tokens, reverse=True)
+    count = math.ceil(len(_runs(longest_first, max_tokens)) / ranks)
+    too_few, enough = 0, max_tokens
+    while enough - too_few > 1:  # the smallest budget that needs no more micro-batches makes them even
+        middle = (too_few + enough) // 2
+        if len(_runs(longest_first, middle)) > count * ranks:
+            too_few = middle
         else:
-            packs.append([row])
-            room.append(max_tokens - row_tokens(row))
-    while len(packs) < ranks and any(len(pack) > 1 for pack in packs):
-        largest = max((pack for pack in packs if len(pack) > 1), key=lambda pack: sum(map(row_tokens, pack)))
-        packs.append([largest.pop()])
-    loads: list[list[list[TrainingRow]]] = [[] for _ in range(ranks)]
-    for pack in sorted(packs, key=lambda pack: sum(map(row_tokens, pack)), reverse=True):
-        lightest = min(loads, key=lambda load: (len(load), sum(row_tokens(row) for other in load for row in other)))
-        lightest.append(pack)
-    count = max(len(load) for load in loads)
-    return [load + [[] for _ in range(count - len(load))] for load in loads]
+            enough = middle
+    runs = _runs(longest_first, enough)
+    runs += [[] for _ in range(count * ranks - len(runs))]
+    return [runs[rank::ranks] for rank in range(ranks)]
+
+
+def _runs(longest_first: Sequence[TrainingRow], max_tokens: int) -> list[list[TrainingRow]]:
+    """Consecutive rows whose number times the length of the first is at most `max_tokens`."""
+    runs: list[list[TrainingRow]] = []
+    for row in longest_first:
+        if runs and (len(runs[-1]) + 1) * row_tokens(runs[-1][0]) <= max_tokens:
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+    return runs
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Rows one after the other, without padding. S: all tokens, T: response tokens.
+class MicroBatch:
+    """Rows padded on the right, [B, S]; what is known of their response tokens, one row's after the other's, [T].
 
-    `predicting` [T]: the position whose logits predict each response token.
+    A causal model never looks to the right: no row is touched by its padding or by another row, whatever the
+    architecture and the attention kernel, and without a mask. `predicting`: where in the flattened [B·S] positions the
+    logits of each response token are.
     """
 
-    tokens: torch.Tensor  # [S] int64
-    positions: torch.Tensor  # [S] int64, from 0 in each row
-    row_ids: torch.Tensor  # [S] int64, which row a token belongs to
+    tokens: torch.Tensor  # [B, S] int64
     predicting: torch.Tensor  # [T] int64
     targets: torch.Tensor  # [T] int64
     behaviour_logprobs: torch.Tensor  # [T] float32
@@ -66,32 +72,30 @@ class Packed:
     advantages: torch.Tensor  # [T] float32
     loss_mask: torch.Tensor  # [T] bool
 
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on another device."""
+        return MicroBatch(*(getattr(self, field.name).to(device) for field in dataclasses.fields(self)))
 
-def pack(rows: Sequence[TrainingRow], device: torch.device | str = "cpu") -> Packed:
-    """One packed micro-batch; of no rows, a single token that predicts nothing (it keeps a rank in step)."""
-    if not rows:
-        one = torch.zeros(1, dtype=torch.int64, device=device)
-        none = one[:0]
-        return Packed(one, one, one, none, none, none.float(), none, none.float(), none.bool())
-    lengths = [row_tokens(row) for row in rows]
-    starts = np.cumsum([0, *lengths[:-1]])
-    fields = {
-        "tokens": [np.concatenate([row.prompt_tokens, row.response_tokens]) for row in rows],
-        "positions": [np.arange(length) for length in lengths],
-        "row_ids": [np.full(length, index) for index, length in enumerate(lengths)],
-        "predicting": [
-            start + len(row.prompt_tokens) - 1 + np.arange(row.tokens) for start, row in zip(starts, rows, strict=True)
-        ],
-        "targets": [row.response_tokens for row in rows],
-        "behaviour_logprobs": [row.logprobs for row in rows],
-        "versions": [row.versions() for row in rows],
-        "advantages": [np.full(row.tokens, row.advantage, np.float32) for row in rows],
-        "loss_mask": [np.arange(row.tokens) >= row.masked_tokens for row in rows],
-    }
-    kinds = {"behaviour_logprobs": torch.float32, "advantages": torch.float32, "loss_mask": torch.bool}
-    return Packed(
-        **{
-            name: torch.from_numpy(np.concatenate(parts)).to(device, kinds.get(name, torch.int64))
-            for name, parts in fields.items()
-        }
+
+def collate(rows: Sequence[TrainingRow]) -> MicroBatch:
+    """One micro-batch; of no rows, a single token that predicts nothing (it keeps a rank in step with the others)."""
+    width = max(map(row_tokens, rows), default=1)
+    tokens = np.zeros((max(len(rows), 1), width), np.int64)
+    predicting = [np.empty(0, np.int64)]
+    for index, row in enumerate(rows):
+        prompt, length = len(row.prompt_tokens), row_tokens(row)
+        tokens[index, :prompt], tokens[index, prompt:length] = row.prompt_tokens, row.response_tokens
+        predicting.append(index * width + np.arange(prompt - 1, length - 1))
+
+    def of_responses(kind: type, values: list[np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([np.empty(0), *values]).astype(kind))
+
+    return MicroBatch(
+        tokens=torch.from_numpy(tokens),
+        predicting=torch.from_numpy(np.concatenate(predicting)),
+        targets=of_responses(np.int64, [row.response_tokens for row in rows]),
+        behaviour_logprobs=of_responses(np.float32, [row.logprobs for row in rows]),
+        versions=of_responses(np.int64, [row.versions() for row in rows]),
+        advantages=of_responses(np.float32, [np.full(row.tokens, row.advantage) for row in rows]),
+        loss_mask=of_responses(np.bool_, [np.arange(row.tokens) >= row.masked_tokens for row in rows]),
     )

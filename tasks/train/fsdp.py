@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,9 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
 from tasks.config import RunConfig
-from tasks.train.batching import Packed
+from tasks.train.batching import MicroBatch
 
 LOGIT_CHUNK = 1024  # response positions whose logits exist at once
 
@@ -24,7 +27,7 @@ class ModelError(RuntimeError):
 
 
 class PolicyModel(nn.Module):
-    """A causal LM that maps a packed micro-batch to log-probs and entropies of its response tokens.
+    """A causal LM that maps a micro-batch to log-probs and entropies of its response tokens.
 
     Logits are computed only at positions that predict a response token, and `LOGIT_CHUNK` of them at a time, recomputed
     in the backward pass: memory grows neither with the prompt nor with vocabulary × length.
@@ -35,39 +38,53 @@ class PolicyModel(nn.Module):
         self.model = model
         self.temperature = temperature
 
-    def forward(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
-        """logprobs [T] float32 of `packed.targets` and entropies [T] float32 (nats), at the sampling temperature."""
-        decoder = self.model.get_decoder()
-        hidden = decoder(
-            input_ids=packed.tokens[None], position_ids=packed.positions[None], use_cache=False
-        ).last_hidden_state[0]
-        chunks = zip(packed.predicting.split(LOGIT_CHUNK), packed.targets.split(LOGIT_CHUNK), strict=True)
-        parts = [checkpoint(self._logprobs, hidden[where], targets, use_reentrant=False) for where, targets in chunks]
-        logprobs, entropies = (torch.cat(values) for values in zip(*parts, strict=True))
-        # A rank without response tokens still takes part in the backward pass, with gradient 0.
-        return logprobs + 0.0 * hidden.float().sum() if not len(packed.targets) else logprobs, entropies
+    def forward(self, batch: MicroBatch, *, whole: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """logprobs [T] float32 of `batch.targets` and entropies [T] (nats, no gradient), at the sampling temperature.
+
+        `whole`: through the architecture's own forward pass, which makes all logits at once (to compare with).
+        """
+        if whole:
+            logits = self.model(input_ids=batch.tokens, use_cache=False).logits
+            return token_logprobs(logits.flatten(0, 1)[batch.predicting], batch.targets, self.temperature)
+        hidden = self.model.get_decoder()(input_ids=batch.tokens, use_cache=False).last_hidden_state
+        hidden = hidden.flatten(0, 1)[batch.predicting]
+        parts = [
+            checkpoint(self._logprobs, chunk, targets, use_reentrant=False)
+            for chunk, targets in zip(hidden.split(LOGIT_CHUNK), batch.targets.split(LOGIT_CHUNK), strict=True)
+        ]
+        logprobs, entropies = zip(*parts, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
 
     def _logprobs(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.model.get_output_embeddings()(hidden).float()
-        if softcap := getattr(self.model.config, "final_logit_softcapping", None):
+        if softcap := getattr(self.model.config.get_text_config(), "final_logit_softcapping", None):
             logits = torch.tanh(logits / softcap) * softcap
-        distribution = torch.log_softmax(logits / self.temperature, dim=-1)
-        logprobs = distribution.gather(-1, targets[:, None]).squeeze(-1)
-        with torch.no_grad():
-            entropies = -(distribution.exp() * distribution).sum(-1)
-        return logprobs, entropies
+        return token_logprobs(logits, targets, self.temperature)
+
+
+def token_logprobs(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of `targets` [T] and entropies [T], in nats, under softmax(logits / temperature); logits [T, V].
+
+    Computed in float32. The entropies carry no gradient.
+    """
+    distribution = torch.log_softmax(logits.float() / temperature, dim=-1)
+    logprobs = distribution.gather(-1, targets[:, None]).squeeze(-1)
+    return logprobs, torch.special.entr(distribution.detach().exp()).sum(-1)
 
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """A default process group: that of torchrun, one that exists already, or one of this process alone."""
+    """A default process group: one that exists already, that of torchrun, or one of this process alone."""
     if dist.is_initialized():
         yield
         return
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if dist.is_torchelastic_launched():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group(backend)
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
@@ -78,45 +95,65 @@ def local_device() -> torch.device:
     """The device of this rank."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
 
 
 def load_model(config: RunConfig, policy_directory: str) -> PolicyModel:
-    """The policy with float32 master weights, sharded over all ranks. Raises ModelError for an unknown output head."""
-    model = AutoModelForCausalLM.from_pretrained(
+    """The policy with float32 master weights, sharded over all ranks, without dropout.
+
+    Raises ModelError if the weight files lack tensors, or if the architecture has an output head of an unknown kind.
+    """
+    logging.disable_progress_bar()  # the stage draws its own
+    model, loaded = AutoModelForCausalLM.from_pretrained(
         policy_directory,
         dtype=torch.float32,
         attn_implementation=config.train.attention,
         trust_remote_code=config.model.trust_remote_code,
+        output_loading_info=True,
     )
+    if lacking := sorted(loaded["missing_keys"]):
+        raise ModelError(
+            f"{policy_directory}: its weight files lack {', '.join(lacking[:5])} ({len(lacking)} tensors of "
+            f"{type(model).__name__}); use a complete model"
+        )
+    model.eval()  # dropout would make a token's log-prob differ between two passes over the same weights
     policy = PolicyModel(model, config.sampling.temperature)
-    _check_head(policy)
-    if config.train.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
     device = local_device()
-    policy.to(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     dtype = getattr(torch, config.train.param_dtype)
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for layer in model.get_decoder().layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    shard = functools.partial(
+        fully_shard,
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
+        reshard_after_forward=True,
+    )
+    for layer in _layers(model):
+        if config.train.activation_checkpointing:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        shard(layer)
+    shard(policy)
+    policy.to(device)  # buffers; parameters are there already
+    _check_head(policy, config)
     return policy
 
 
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder layers, which every Hugging Face model names by their class."""
+    names = model._no_split_modules or ()
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
 @torch.no_grad()
-def _check_head(policy: PolicyModel) -> None:
+def _check_head(policy: PolicyModel, config: RunConfig) -> None:
     """Some architectures scale their logits in ways of their own; training them as if they did not would be wrong."""
-    model = policy.model
-    tokens = torch.arange(4) % model.config.get_text_config().vocab_size
-    logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
-    expected = torch.log_softmax(logits / policy.temperature, -1).gather(-1, tokens[1:, None]).squeeze(-1)
-    hidden = model.get_decoder()(input_ids=tokens[None], use_cache=False).last_hidden_state[0, :-1]
-    if not torch.allclose(policy._logprobs(hidden, tokens[1:])[0], expected, atol=1e-4):
+    tokens = torch.arange(8, device=local_device()) % policy.model.config.get_text_config().vocab_size
+    none = tokens[:0]
+    probe = MicroBatch(tokens[None], torch.arange(7, device=tokens.device), tokens[1:], none, none, none, none)
+    tolerance = 1e-4 if config.train.param_dtype == "float32" else 0.25
+    if not torch.allclose(policy(probe)[0], policy(probe, whole=True)[0], rtol=0.0, atol=tolerance):
         raise ModelError(
-            f"{type(model).__name__} computes its logits in a way the trainer does not know, so its log-probs would be "
-            "wrong; use another model"
+            f"{type(policy.model).__name__} makes its logits in a way the trainer does not know, so its log-probs "
+            "would be wrong; use another model"
         )

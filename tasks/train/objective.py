@@ -5,7 +5,8 @@ tokens of the whole mini-batch:
 
     loss = −(1/N) Σ w · min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A)      for A < 0 bounded by w · dual_clip·|A|
 
-- token-level mean and decoupled clip range: DAPO, arXiv:2503.14476, eq. 8 and 10
+- token-level mean and decoupled clip range: DAPO, arXiv:2503.14476, eq. 8, 10 and 12; A is its eq. 9, the reward in it
+  eq. 7 and 13
 - dual clip: arXiv:1912.09729, eq. 5
 - proximal policy apart from the behaviour policy: decoupled PPO, arXiv:2110.00641, section 3, here with the weight
   truncated (as in V-trace, arXiv:1802.01561, section 4.1), since a token's behaviour policy may be several updates old
@@ -40,7 +41,7 @@ def dapo_loss(
     or [B, 1]). loss_mask: true where a token counts. token_count: N above, default the mask's own; with the
     mini-batch's count, losses, gradients and metrics of micro-batches add up to those of the mini-batch. tis_cap: None
     for no weight. Tokens with a non-finite log-prob are left out and counted in `nonfinite_tokens` (a plain count);
-    every other metric is a share of `token_count`.
+    every other metric is a mean over `token_count`.
     """
     if advantages.dim() < logprobs.dim():
         advantages = advantages.unsqueeze(-1)
@@ -51,7 +52,7 @@ def dapo_loss(
     logp = torch.where(used, logprobs, zero)  # before any arithmetic: a NaN times 0 is still a NaN in the gradient
     proximal = torch.where(used, proximal_logprobs, zero).detach()
     behaviour = torch.where(used, behaviour_logprobs, zero).detach()
-    count = mask.sum() if token_count is None else token_count
+    count = mask.sum().clamp(min=1) if token_count is None else token_count
 
     log_ratio = (logp - proximal).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
@@ -62,22 +63,22 @@ def dapo_loss(
     if dual_clip is not None:
         bound = -dual_clip * advantages
         dual_clipped = (advantages < 0) & (losses > bound)
-        losses = torch.where(advantages < 0, torch.minimum(losses, bound), losses)
+        losses = torch.where(dual_clipped, bound, losses)
     weight = torch.ones_like(ratio)
     if tis_cap is not None:
         weight = (proximal - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=tis_cap)
 
-    def share(values: torch.Tensor) -> torch.Tensor:
+    def mean(values: torch.Tensor) -> torch.Tensor:
         return torch.where(used, values.to(logp.dtype), zero).sum() / count
 
     with torch.no_grad():
         metrics = {
-            "clip_fraction": share(clipped > plain),
-            "dual_clip_fraction": share(dual_clipped),
-            "ratio": share(ratio),
-            "kl": share(ratio - 1 - log_ratio),  # k3 estimate of KL(proximal ‖ policy)
-            "importance_weight": share(weight),
-            "squared_importance_weight": share(weight**2),
+            "clip_fraction": mean(clipped > plain),
+            "dual_clip_fraction": mean(dual_clipped),
+            "ratio": mean(ratio),
+            "kl": mean(ratio - 1 - log_ratio),  # k3 estimate of KL(proximal ‖ policy)
+            "importance_weight": mean(weight),
+            "squared_importance_weight": mean(weight**2),
             "nonfinite_tokens": (mask & ~finite).sum().to(logp.dtype),
         }
-    return share(weight * losses), metrics
+    return mean(weight * losses), metrics

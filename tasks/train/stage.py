@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -13,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from tasks.carry_over.shards import read_shards
 from tasks.config import RunConfig
 from tasks.policy import read_policy
-from tasks.report.progress import stage_progress
-from tasks.train.batching import Packed, micro_batches, mini_batches, pack
-from tasks.train.checkpoint import load_optimizer, save_optimizer, save_policy
+from tasks.report.progress import say, stage_progress
+from tasks.train.batching import MicroBatch, collate, micro_batches, mini_batches
+from tasks.train.checkpoint import load_optimizer, new_optimizer, save_optimizer, save_policy
 from tasks.train.fsdp import PolicyModel, load_model, local_device, process_group
 from tasks.train.objective import dapo_loss
 from tasks.trajectory import TrainingRow
@@ -38,57 +42,72 @@ class Directories:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """One rank's part of a mini-batch. `token_count`: trained tokens of the whole mini-batch, on all ranks."""
+    """One rank's part of a mini-batch. `token_count`: tokens to train on in the whole mini-batch, on all ranks."""
 
-    micro_batches: list[Packed]
+    micro_batches: list[MicroBatch]
     proximal_logprobs: list[torch.Tensor]
     token_count: int
+
+    def on_device(self) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
+        """Each micro-batch with its proximal log-probs; between uses they lie in the host's memory."""
+        device = local_device()
+        for batch, proximal in zip(self.micro_batches, self.proximal_logprobs, strict=True):
+            yield batch.to(device), proximal.to(device)
 
 
 def train_policy(config: RunConfig, directories: Directories) -> dict[str, float]:
     """One iteration of DAPO on the batch; writes the next policy and its optimizer, returns metrics over all ranks.
 
-    Called on every rank of a torchrun job, or alone. Raises ShardError, PolicyError, OptimizerError, ModelError or
+    Called on every rank of a torchrun job, or alone; the process is left as it was. Without anything to train on the
+    next policy has the weights of this one. Raises ShardError, PolicyError, OptimizerError, ModelError or
     LogprobMismatchError, all before the first update.
     """
     began = time.monotonic()
-    rows = list(read_shards(directories.batch))
-    incoming = read_policy(directories.policy, verify=True)
     with process_group():
+        rows = list(read_shards(directories.batch))
+        incoming = read_policy(directories.policy, verify=dist.get_rank() == 0)
         model = load_model(config, directories.policy)
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = new_optimizer(model, config)
         updates = 0
         if directories.optimizer is not None:
             updates = load_optimizer(model, optimizer, directories.optimizer, incoming.fingerprint)
-        for group in optimizer.param_groups:
-            group.update(betas=config.train.adam_betas, weight_decay=config.train.weight_decay)
         shares = [_share_of(model, batch, config) for batch in mini_batches(rows, config.train.mini_batch_responses)]
-        metrics = _engine_difference(shares, incoming.version)
+        metrics = _age(rows, incoming.version) | _engine_difference(shares, incoming.version)
         limit = config.objective.max_logprob_difference
-        if limit is not None and metrics["logprob_difference_fresh"] > limit:
+        if limit is not None and metrics.get("logprob_difference_fresh", 0.0) > limit:
             raise LogprobMismatchError(
                 f"engine and trainer differ by {metrics['logprob_difference_fresh']:.3g} nats per token on tokens of "
                 f"the current weights, more than objective.max_logprob_difference = {limit}; compare engine.dtype with "
                 "train.param_dtype, and sampling.temperature on both sides"
             )
-        measured = []
-        with stage_progress("train", len(shares)) as progress:
+        measured: list[dict[str, float]] = []
+        skipped = 0
+        leads = dist.get_rank() == 0
+        with stage_progress("train", len(shares)) if leads else nullcontext() as progress:
             for number, share in enumerate(shares):
-                if share.token_count:
-                    for group in optimizer.param_groups:
-                        group["lr"] = learning_rate(config, updates)
-                    measured.append(_update(model, optimizer, share, config))
-                    updates += 1
-                if dist.get_rank() == 0:
-                    progress(number + 1, f"update {number + 1} of {len(shares)}")
+                if not share.token_count:
+                    continue
+                update = _update(model, optimizer, share, config, learning_rate(config, updates + len(measured)))
+                if math.isfinite(update["gradient_norm"]):
+                    measured.append(update)
+                else:
+                    skipped += 1
+                if leads and not math.isfinite(update["gradient_norm"]):
+                    say(f"train: update {number + 1} is skipped, its gradient norm is {update['gradient_norm']}")
+                if leads:
+                    progress(number + 1, f"update {number + 1} of {len(shares)}, loss {update['loss']:.4f}")
         fingerprint = save_policy(model, directories.policy, directories.new_policy, incoming.version + 1)
-        save_optimizer(model, optimizer, directories.new_optimizer, fingerprint, updates)
-    metrics |= (
-        {name: sum(update[name] for update in measured) / len(measured) for name in measured[0]} if measured else {}
-    )
-    metrics |= {"updates": float(len(measured)), "seconds": time.monotonic() - began}
-    for name in ("skipped_updates", "nonfinite_tokens"):
-        metrics[name] = sum(update[name] for update in measured)
+        save_optimizer(model, optimizer, directories.new_optimizer, fingerprint, updates + len(measured))
+    del model, optimizer
+    gc.collect()  # FSDP's hooks refer to each other in circles, which would keep the weights in memory
+    for name in measured[0] if measured else ():
+        metrics[name] = float(np.mean([update[name] for update in measured]))
+    metrics |= {
+        "updates": len(measured),
+        "skipped_updates": skipped,
+        "nonfinite_tokens": sum(update["nonfinite_tokens"] for update in measured),
+        "seconds": time.monotonic() - began,
+    }
     return {f"train/{name}": float(value) for name, value in metrics.items()}
 
 
@@ -100,47 +119,62 @@ def learning_rate(config: RunConfig, updates: int) -> float:
 
 
 @torch.no_grad()
-def _share_of(model: PolicyModel, batch: Sequence[TrainingRow], config: RunConfig) -> Share:
+def _share_of(model: PolicyModel, rows: Sequence[TrainingRow], config: RunConfig) -> Share:
     """This rank's micro-batches with their log-probs under the incoming policy, before any update."""
-    loads = micro_batches(batch, config.train.micro_batch_tokens, dist.get_world_size())
-    packs = [pack(rows, local_device()) for rows in loads[dist.get_rank()]]
-    proximal = [model(packed)[0] for packed in packs]
+    mine = micro_batches(rows, config.train.micro_batch_tokens, dist.get_world_size())[dist.get_rank()]
+    batches = [collate(group) for group in mine]
+    proximal = [model(batch.to(local_device()))[0].cpu() for batch in batches]
     usable = [
-        packed.loss_mask & torch.isfinite(logprobs) & torch.isfinite(packed.behaviour_logprobs)
-        for packed, logprobs in zip(packs, proximal, strict=True)
+        batch.loss_mask & torch.isfinite(logprobs) & torch.isfinite(batch.behaviour_logprobs)
+        for batch, logprobs in zip(batches, proximal, strict=True)
     ]
-    count = int(_sum_over_ranks({"tokens": sum(mask.sum() for mask in usable)})["tokens"])
-    return Share(packs, proximal, count)
+    count = _sum_over_ranks({"tokens": sum(mask.sum() for mask in usable)})["tokens"]
+    return Share(batches, proximal, int(count))
+
+
+def _age(rows: Sequence[TrainingRow], version: int) -> dict[str, float]:
+    """How much of the batch is trained on, and how old that is in weight versions."""
+    lags = [version - row.versions()[row.masked_tokens :] for row in rows]
+    trained = np.concatenate([np.empty(0, np.int32), *lags])
+    return {
+        "trained_tokens": len(trained),
+        "masked_tokens": sum(row.tokens for row in rows) - len(trained),
+        "off_policy_share": float(np.mean(trained > 0)) if len(trained) else 0.0,
+        "mean_version_lag": float(np.mean(trained)) if len(trained) else 0.0,
+    }
 
 
 def _engine_difference(shares: Sequence[Share], version: int) -> dict[str, float]:
-    """Mean |engine − trainer| log-prob of trained tokens, of the current weights and of older ones apart."""
-    sums = {"fresh": 0.0, "fresh_tokens": 0.0, "stale": 0.0, "stale_tokens": 0.0}
+    """Mean |engine − trainer| log-prob of trained tokens, of the current weights and of older ones, where there are."""
+    kinds = ("fresh", "stale")
+    sums = dict.fromkeys((*kinds, *(f"{kind}_tokens" for kind in kinds)), 0.0)
     for share in shares:
-        for packed, proximal in zip(share.micro_batches, share.proximal_logprobs, strict=True):
-            difference = (proximal - packed.behaviour_logprobs).abs().double()
-            counted = packed.loss_mask & torch.isfinite(difference)
-            for kind, mask in (("fresh", packed.versions == version), ("stale", packed.versions < version)):
+        for batch, proximal in zip(share.micro_batches, share.proximal_logprobs, strict=True):
+            difference = (proximal - batch.behaviour_logprobs).abs().double()
+            counted = batch.loss_mask & torch.isfinite(difference)
+            for kind, mask in (("fresh", batch.versions == version), ("stale", batch.versions < version)):
                 sums[kind] += difference[counted & mask].sum()
                 sums[f"{kind}_tokens"] += (counted & mask).sum()
     total = _sum_over_ranks(sums)
-    return {f"logprob_difference_{kind}": total[kind] / max(total[f"{kind}_tokens"], 1) for kind in ("fresh", "stale")}
+    return {
+        f"logprob_difference_{kind}": total[kind] / total[f"{kind}_tokens"] for kind in kinds if total[f"{kind}_tokens"]
+    }
 
 
-def _update(model: PolicyModel, optimizer: torch.optim.Optimizer, share: Share, config: RunConfig) -> dict[str, float]:
+def _update(
+    model: PolicyModel, optimizer: torch.optim.AdamW, share: Share, config: RunConfig, rate: float
+) -> dict[str, float]:
     """One optimizer update on a mini-batch, or none if its gradient is not finite."""
     objective = config.objective
     sums: dict[str, torch.Tensor] = {}
-    last = len(share.micro_batches) - 1
-    for number, (packed, proximal) in enumerate(zip(share.micro_batches, share.proximal_logprobs, strict=True)):
-        model.set_requires_gradient_sync(number == last)
-        logprobs, entropies = model(packed)
+    for batch, proximal in share.on_device():
+        logprobs, entropies = model(batch)
         loss, metrics = dapo_loss(
             logprobs,
-            packed.behaviour_logprobs if objective.correction == "behaviour" else proximal,
-            packed.behaviour_logprobs,
-            packed.advantages,
-            packed.loss_mask,
+            batch.behaviour_logprobs if objective.correction == "behaviour" else proximal,
+            batch.behaviour_logprobs,
+            batch.advantages,
+            batch.loss_mask,
             clip_low=objective.clip_low,
             clip_high=objective.clip_high,
             dual_clip=objective.dual_clip,
@@ -149,24 +183,22 @@ def _update(model: PolicyModel, optimizer: torch.optim.Optimizer, share: Share, 
         )
         (loss * dist.get_world_size()).backward()  # FSDP averages gradients over the ranks; the sum is wanted
         metrics["loss"] = loss.detach()
-        metrics["entropy"] = torch.where(packed.loss_mask, entropies, 0.0).nansum() / share.token_count
+        metrics["entropy"] = torch.where(batch.loss_mask, entropies, 0.0).nansum() / share.token_count
         for name, value in metrics.items():
             sums[name] = sums.get(name, 0.0) + value
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.max_gradient_norm)
     norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    finite = torch.isfinite(torch.tensor(norm)).item()
-    if finite:
+    if math.isfinite(norm):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
         optimizer.step()
     optimizer.zero_grad()
     total = _sum_over_ranks(sums)
-    weight = total.pop("importance_weight")
     squared = total.pop("squared_importance_weight")
     return total | {
-        "importance_weight": weight,
-        "effective_sample_share": weight**2 / squared if squared else 0.0,
+        "effective_sample_share": total["importance_weight"] ** 2 / squared if squared else 0.0,
         "gradient_norm": norm,
-        "skipped_updates": float(not finite),
-        "learning_rate": optimizer.param_groups[0]["lr"],
+        "learning_rate": rate,
     }
 
 

@@ -25,7 +25,7 @@ class Trained(NamedTuple):
 def train(
     config: RunConfig, iteration: int, policy: FlyteDirectory, optimizer: FlyteDirectory | None, batch: FlyteDirectory
 ) -> Trained:
-    """Update `policy` on the batch. An empty batch makes no new version."""
+    """Update `policy` on the batch. Without an update there is no new version."""
     from tasks.train.launch import train_on_ranks
     from tasks.train.stage import Directories
 
@@ -44,4 +44,6 @@ def train(
             new_optimizer=new_optimizer.path,
         )
         metrics = train_on_ranks(config, directories)
+    if not metrics["train/updates"]:
+        return Trained(policy, optimizer, metrics)
     return Trained(new_policy.directory, new_optimizer.directory, metrics)
