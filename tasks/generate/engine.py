@@ -105,6 +105,9 @@ class VLLMEngine:
         )
         if settings.max_batched_tokens is not None:
             arguments.max_num_batched_tokens = settings.max_batched_tokens
+        if current_platform.is_cpu() and config.sampling.seed_requests:
+            arguments.enable_chunked_prefill = False  # vLLM cannot rewind a CPU generator after part of a prompt
+            arguments.max_num_batched_tokens = max(settings.max_batched_tokens or 4096, config.max_context_tokens)
         self._llm = LLMEngine.from_engine_args(arguments)
         self._stop_ids = _end_of_sequence_ids(model_directory)
         self.version: int | None = None

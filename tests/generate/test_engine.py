@@ -179,3 +179,13 @@ def test_a_reload_that_skips_a_matrix_is_detected(config, policies, monkeypatch)
     monkeypatch.undo()
     engine.load(policies[1])
     assert engine.version == 1
+
+
+def test_more_prompt_tokens_than_one_step_takes_are_sampled_all_the_same(config, policies):
+    """Seeded requests whose prompts do not fit into one step together."""
+    engine = warm_engine(config, policies[0])
+    long = [[2 + (3 * i + j) % 40 for j in range(100)] for i in range(90)]
+    assert sum(map(len, long)) > 2 * 4096
+    assert {
+        len(tokens) for tokens, _, reason in sample(engine, requests(long), sampling()).values() if reason == "length"
+    } == {40}
