@@ -11,9 +11,9 @@ from tasks.carry_over.shards import write_shards
 from tasks.config import ConfigError, RunConfig
 from tasks.policy import publish_initial_policy, read_policy
 from tasks.prompts import load_prompts, load_tokenizer
-from tasks.report.lines import iteration_lines
+from tasks.report.lines import evaluation_line, iteration_lines
 from tasks.report.progress import say
-from tasks.report.report import write_report
+from tasks.report.report import summary, write_report
 from tasks.rewards.scoring import load_function
 from tasks.storage import (
     RunState,
@@ -127,7 +127,9 @@ def conclude(
     for measured in final:
         last = {"iteration": float(config.iterations)} | measured
         write_json(f"{config.run_directory}/metrics/{config.iterations:04d}.json", last)
+        say(evaluation_line(last))
     history = read_metrics(config.run_directory)
     write_report(config, history)
+    say(summary(history))
     say(f"{len(recorded)} iterations done; everything is in {config.run_directory}/, start with report.html")
     return Result(config.run_directory, policy)

@@ -52,6 +52,12 @@ def stage_output(config: RunConfig, stage: str, number: int) -> Iterator[Output]
     yield Output(path, FlyteDirectory(path, remote_directory=url))
 
 
+def local_log(config: RunConfig) -> Path:
+    """Where libraries' own output goes: beside the run, or on this machine for a run at a URL."""
+    base = config.run_directory if is_local(config.run_directory) else f"{tempfile.gettempdir()}/{config.name}"
+    return Path(base.removeprefix("file://"), "engine.log")
+
+
 def existing_directory(url: str) -> FlyteDirectory:
     """A directory that is already where it belongs, as a Flyte value: nothing is copied."""
     if is_local(url):

@@ -19,6 +19,8 @@ import numpy as np
 from tasks.config import RunConfig, SamplingConfig
 from tasks.generate.weights import load_into_worker
 from tasks.policy import read_policy
+from tasks.report.progress import chatter_to, say
+from tasks.storage import local_log
 from tasks.trajectory import FinishReason
 
 
@@ -196,7 +198,10 @@ def warm_engine(config: RunConfig, policy_directory: str) -> VLLMEngine:
     key = json.dumps(wanted, sort_keys=True)
     if key not in _warm:
         _warm.clear()  # one engine at a time: it owns the device's memory
-        _warm[key] = VLLMEngine(config, policy_directory)
+        log = local_log(config)
+        say(f"starting the engine; what it has to say is in {log}")
+        with chatter_to(log):
+            _warm[key] = VLLMEngine(config, policy_directory)
     engine = _warm[key]
     engine.load(policy_directory)
     return engine

@@ -6,13 +6,14 @@ import hashlib
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from tasks.carry_over.shards import read_shards, write_shards
+from tasks.carry_over.shards import Shards, read_shards, write_shards
 from tasks.config import RunConfig
-from tasks.generate.engine import warm_engine
+from tasks.generate.engine import Engine, warm_engine
 from tasks.generate.rollout import Sampler, roll_out
 from tasks.generate.scheduler import Scheduler, StopRules
-from tasks.policy import read_policy
+from tasks.policy import Policy, read_policy
 from tasks.prompts import DataError, Draws, PromptSet, load_prompts, load_tokenizer
 from tasks.report.progress import stage_progress
 from tasks.rewards.scoring import Scorer
@@ -40,14 +41,12 @@ def generate_rollouts(
 ) -> dict[str, float]:
     """Sample under the policy until a stop rule fires; writes all trajectories to `directory`, returns the metrics.
 
-    Raises DataError, ShardError or EngineError, each before anything is sampled or after everything is written.
+    Raises DataError, ShardError or EngineError before anything is sampled.
     """
     began = time.monotonic()
-    partial_rollout, policy = config.partial_rollout, read_policy(policy_directory)
     tokenizer = load_tokenizer(policy_directory, config.model.trust_remote_code)
     prompts = load_prompts(config.data.train, tokenizer, config.data)
     carry = read_shards(carry_directory)
-    carried = list(carry)
     current = fingerprints(config, policy_directory, prompts)
     changed = [name for name, value in carry.manifest.fingerprints.items() if current.get(name) != value]
     if changed:
@@ -55,6 +54,26 @@ def generate_rollouts(
             f"{carry_directory}: its trajectories were sampled with another {' and '.join(changed)}; continue with the "
             "recipe they were sampled with, or start a run without resume"
         )
+    engine = warm_engine(config, policy_directory)
+    metrics = sample_iteration(
+        config, iteration, read_policy(policy_directory), engine, tokenizer, prompts, carry, current, directory
+    )
+    return metrics | {"generate/seconds": time.monotonic() - began, "generate/dropped_prompts": float(prompts.dropped)}
+
+
+def sample_iteration(
+    config: RunConfig,
+    iteration: int,
+    policy: Policy,
+    engine: Engine,
+    tokenizer: Any,
+    prompts: PromptSet,
+    carry: Shards,
+    current_fingerprints: dict[str, str],
+    directory: str,
+) -> dict[str, float]:
+    """`generate_rollouts` with an engine that holds the policy, and everything read and checked."""
+    partial_rollout, carried = config.partial_rollout, list(carry)
     draws = Draws(
         prompts,
         cursor=carry.manifest.cursor,
@@ -80,7 +99,6 @@ def generate_rollouts(
     )
     extra_info = {prompt.prompt_id: prompt.extra_info for prompt in prompts.prompts}
     sampler = Sampler(config.sampling, config.seed, tokenizer, extra_info)
-    engine = warm_engine(config, policy_directory)
     sampling_began = time.monotonic()
     with (
         Scorer(config.reward, config.sampling.max_response_tokens) as scorer,
@@ -100,7 +118,7 @@ def generate_rollouts(
         rows,
         directory,
         cursor=draws.cursor,
-        fingerprints=current,
+        fingerprints=current_fingerprints,
         extra={
             "iteration": iteration,
             "version": policy.version,
@@ -114,13 +132,11 @@ def generate_rollouts(
         },
     )
     metrics = {
-        "generate/seconds": time.monotonic() - began,
         "generate/sampling_seconds": sampling_seconds,
         "generate/tokens": scheduler.sampled_tokens,
         "generate/tokens_per_second": scheduler.sampled_tokens / max(sampling_seconds, 1e-9),
         "generate/engine_steps": scheduler.engine_steps,
         "generate/drawn_groups": draws.cursor - carry.manifest.cursor,
-        "generate/dropped_prompts": prompts.dropped,
         "generate/cut_trajectories": sum(row.status == Status.PARTIAL for row in rows),
         "generate/resumed_trajectories": sum(row.status == Status.PARTIAL for row in carried),
         "generate/unscored_trajectories": sum(row.status == Status.FINISHED for row in rows),

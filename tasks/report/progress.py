@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -17,6 +20,22 @@ Update = Callable[[float, str], None]
 def say(line: str) -> None:
     """One line of a run's plain output."""
     print(line, flush=True)
+
+
+@contextmanager
+def chatter_to(log: Path) -> Iterator[None]:
+    """What libraries write to standard error meanwhile goes to the end of `log`, also from native code."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    sys.stderr.flush()
+    screen = os.dup(2)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(screen, 2)
+        os.close(screen)
 
 
 @contextmanager

@@ -6,10 +6,10 @@ from typing import Any
 
 
 def compute_score(
-    data_source: str,  # noqa: ARG001
+    data_source: str,
     solution_str: str,
     ground_truth: str,
-    extra_info: dict[str, Any] | None = None,  # noqa: ARG001
+    extra_info: dict[str, Any] | None = None,
 ) -> float:
     """1.0 if what follows the last `;` (the whole response, if there is none) is the ground truth, else 0.0.
 

@@ -95,7 +95,8 @@ def _weight_dtypes(directory: str) -> dict[str, torch.dtype]:
     dtypes = {}
     for path in sorted(Path(directory).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
+            names = file.keys()
+            for name in names:
                 dtypes[name] = getattr(torch, _TORCH_NAMES.get(file.get_slice(name).get_dtype(), "float32"))
     return dtypes
 

@@ -28,7 +28,6 @@ class ScriptedEngine:
         self.version = int(policy_directory)
 
     def admit(self, request: Request, sampling: SamplingConfig) -> None:
-        del sampling
         kept = len(request.tokens) - self._prompt_tokens
         self._open[request.request_id] = (kept, kept + request.max_tokens)
         self.admitted.append(request)

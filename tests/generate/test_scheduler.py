@@ -22,18 +22,15 @@ class Tokens:
     """A tokenizer that writes ids as words."""
 
     def decode(self, tokens, skip_special_tokens):
-        del skip_special_tokens
         return " ".join(map(str, tokens))
 
 
 def odd_length(data_source, solution_str, ground_truth, extra_info):
     """The reward of these tests: 1 for a response of odd length."""
-    del data_source, ground_truth, extra_info
     return float(len(solution_str.split()) % 2)
 
 
 def never_right(data_source, solution_str, ground_truth, extra_info):
-    del data_source, solution_str, ground_truth, extra_info
     return 0.0
 
 

@@ -13,7 +13,6 @@ from tasks.trajectory import FinishReason, ScoreStatus, Status, Trajectory, exte
 
 def scripted(data_source, solution_str, ground_truth, extra_info):
     """Does what the response says."""
-    del data_source
     if solution_str == "raise":
         raise ValueError("bad LaTeX")
     if solution_str == "hang":

@@ -2,5 +2,4 @@
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    del data_source, ground_truth, extra_info
     return float(sum(character.isdigit() for character in solution_str) % 2 == 0)
