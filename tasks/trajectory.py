@@ -212,18 +212,21 @@ def extend(
     )
 
 
+_STATUSES, _FINISH_REASONS, _SCORE_STATUSES = frozenset(Status), frozenset(FinishReason), frozenset(ScoreStatus)
+
+
 def violations(trajectory: Trajectory) -> list[str]:
     """The invariants a row breaks, each in words; empty for a good row."""
     row, broken = trajectory, []
     length = row.tokens
     ended = row.status in (Status.FINISHED, Status.SCORED, Status.FAILED)
-    starts = np.cumsum([0, *(segment.length for segment in row.segments)])
+    starts = list(itertools.accumulate((segment.length for segment in row.segments), initial=0))
     versions = [segment.version for segment in row.segments]
-    if row.status not in set(Status):
+    if row.status not in _STATUSES:
         broken.append(f"status {row.status!r} is none of {', '.join(Status)}")
-    if row.finish_reason is not None and row.finish_reason not in set(FinishReason):
+    if row.finish_reason is not None and row.finish_reason not in _FINISH_REASONS:
         broken.append(f"finish_reason {row.finish_reason!r} is none of {', '.join(FinishReason)}")
-    if row.score_status is not None and row.score_status not in set(ScoreStatus):
+    if row.score_status is not None and row.score_status not in _SCORE_STATUSES:
         broken.append(f"score_status {row.score_status!r} is none of {', '.join(ScoreStatus)}")
     if min(row.member, row.attempt, row.resumes, row.created_iteration) < 0:
         broken.append("member, attempt, resumes and created_iteration must not be negative")

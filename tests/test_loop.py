@@ -1,5 +1,6 @@
 """The real generate and carry-over stages over many iterations, engine scripted: nothing lost, doubled or biased."""
 
+import functools
 import hashlib
 import random
 import tempfile
@@ -60,6 +61,7 @@ def prompt_set(count):
     return PromptSet(tuple(Prompt(f"p{i}", "test", "", np.array([i]), {}) for i in range(count)), 0, "")
 
 
+@functools.cache
 def heavy_tail(name):
     """The length that the policy gives the response of this request."""
     return 1 + int(np.random.default_rng(int(chance(name) * 2**48)).lognormal(2.5, 1.2))
