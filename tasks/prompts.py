@@ -11,14 +11,14 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import fsspec
 import numpy as np
 import pyarrow.parquet as pq
 
-from tasks.config import DataConfig
+from tasks.config import DataConfig, RunConfig
 from tasks.trajectory import Trajectory
 
 COLUMNS = ("data_source", "prompt", "reward_model")
@@ -147,6 +147,32 @@ def load_tokenizer(model_directory: str, trust_remote_code: bool = False) -> Any
     if not tokenizer.chat_template:
         raise DataError(f"{model_directory}: its tokenizer has no chat template, so chat messages cannot be rendered")
     return tokenizer
+
+
+_warm: dict[str, tuple[Any, PromptSet]] = {}
+
+
+def warm_prompts(path: str, model_directory: str, config: RunConfig) -> tuple[Any, PromptSet]:
+    """Tokenizer and prompts of `path`; read anew only when the file, the tokenizer or the settings have changed."""
+    filesystem, root = fsspec.core.url_to_fs(path)
+    try:
+        unchanged = filesystem.checksum(root)
+    except FileNotFoundError:
+        unchanged = None  # load_prompts says what is wrong
+    key = repr((path, unchanged, tokenizer_sha256(model_directory), config.data, config.model.trust_remote_code))
+    if key not in _warm:
+        tokenizer = load_tokenizer(model_directory, config.model.trust_remote_code)
+        _warm[key] = tokenizer, load_prompts(path, tokenizer, config.data)
+    return _warm[key]
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.json", "merges.txt")
+
+
+def tokenizer_sha256(model_directory: str) -> str:
+    """Fingerprint of a model directory's tokenizer, its chat template included."""
+    files = [Path(model_directory, name) for name in (*TOKENIZER_FILES, "tokenizer.model")]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.exists())).hexdigest()
 
 
 class Draws:

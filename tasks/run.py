@@ -10,7 +10,7 @@ from flytekit.types.directory import FlyteDirectory
 from tasks.carry_over.shards import write_shards
 from tasks.config import ConfigError, RunConfig
 from tasks.policy import publish_initial_policy, read_policy
-from tasks.prompts import load_prompts, load_tokenizer
+from tasks.prompts import warm_prompts
 from tasks.report.lines import evaluation_line, iteration_lines
 from tasks.report.progress import say
 from tasks.report.report import summary, write_report
@@ -86,9 +86,8 @@ def _resume(config: RunConfig) -> Start:
 
 
 def _check_data(config: RunConfig, model_directory: str) -> None:
-    tokenizer = load_tokenizer(model_directory, config.model.trust_remote_code)
     for path in filter(None, (config.data.train, config.data.heldout)):
-        prompts = load_prompts(path, tokenizer, config.data)
+        _, prompts = warm_prompts(path, model_directory, config)
         say(f"{path}: {len(prompts.prompts)} prompts, {prompts.dropped} dropped as too long")
 
 

@@ -12,7 +12,7 @@ from tasks.generate.engine import warm_engine
 from tasks.generate.rollout import Sampler, roll_out
 from tasks.generate.scheduler import Scheduler, StopRules
 from tasks.policy import read_policy
-from tasks.prompts import Draws, load_prompts, load_tokenizer
+from tasks.prompts import Draws, warm_prompts
 from tasks.report.progress import stage_progress
 from tasks.rewards.scoring import Scorer
 from tasks.trajectory import Trajectory, group_by_id
@@ -23,8 +23,7 @@ def evaluate_policy(config: RunConfig, policy_directory: str) -> dict[str, float
     began = time.monotonic()
     sampling = config.evaluate.sampling or config.sampling
     policy = read_policy(policy_directory)
-    tokenizer = load_tokenizer(policy_directory, config.model.trust_remote_code)
-    prompts = load_prompts(config.data.heldout, tokenizer, config.data)
+    tokenizer, prompts = warm_prompts(config.data.heldout, policy_directory, config)
     samples = config.evaluate.samples_per_prompt
     draws = Draws(prompts, cursor=0, seed=config.seed, shuffle=False, group_size=samples)
     rows = [row for _ in prompts.prompts for row in draws.draw(iteration=0)]

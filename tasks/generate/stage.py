@@ -14,23 +14,18 @@ from tasks.generate.engine import Engine, warm_engine
 from tasks.generate.rollout import Sampler, roll_out
 from tasks.generate.scheduler import Scheduler, StopRules
 from tasks.policy import Policy, read_policy
-from tasks.prompts import DataError, Draws, PromptSet, load_prompts, load_tokenizer
+from tasks.prompts import DataError, Draws, PromptSet, tokenizer_sha256, warm_prompts
 from tasks.report.progress import stage_progress
 from tasks.rewards.scoring import Scorer
 from tasks.trajectory import Status
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "tokenizer.model")
 
 
 def fingerprints(config: RunConfig, model_directory: str, prompts: PromptSet) -> dict[str, str]:
     """What must stay as it is while trajectories are carried, each as a hash."""
     sampling = config.sampling.model_dump_json(exclude={"seed_requests"}) + f" n={config.train.group_size}"
-    tokenizer = b"".join(
-        path.read_bytes() for name in TOKENIZER_FILES if (path := Path(model_directory, name)).exists()
-    )
     return {
         "sampling": hashlib.sha256(sampling.encode()).hexdigest(),
-        "tokenizer": hashlib.sha256(tokenizer).hexdigest(),
+        "tokenizer": tokenizer_sha256(model_directory),
         "model": hashlib.sha256(Path(model_directory, "config.json").read_bytes()).hexdigest(),
         "prompts": prompts.fingerprint,
     }
@@ -44,8 +39,7 @@ def generate_rollouts(
     Raises DataError, ShardError or EngineError before anything is sampled.
     """
     began = time.monotonic()
-    tokenizer = load_tokenizer(policy_directory, config.model.trust_remote_code)
-    prompts = load_prompts(config.data.train, tokenizer, config.data)
+    tokenizer, prompts = warm_prompts(config.data.train, policy_directory, config)
     carry = read_shards(carry_directory)
     current = fingerprints(config, policy_directory, prompts)
     changed = [name for name, value in carry.manifest.fingerprints.items() if current.get(name) != value]

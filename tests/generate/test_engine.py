@@ -27,11 +27,17 @@ def policies(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def config():
+def config(tmp_path_factory):
     from conftest import recipe
     from tasks.config import RunConfig
 
-    return RunConfig.model_validate(recipe(partial_rollout={"max_in_flight": 32}, data={"max_prompt_tokens": 100}))
+    return RunConfig.model_validate(
+        recipe(
+            output=str(tmp_path_factory.mktemp("runs")),
+            partial_rollout={"max_in_flight": 32},
+            data={"max_prompt_tokens": 100},
+        )
+    )
 
 
 def sampling(temperature=1.0, **settings):

@@ -19,14 +19,14 @@ from tasks.storage import latest_state, read_metrics
 ROOT = Path(__file__).parents[2]
 
 
-def write_recipe(folder: Path, model: Path, **sections) -> Path:
+def write_recipe(folder: Path, model_directory: Path, **sections) -> Path:
     """A recipe whose cuts depend on engine steps alone, so that the same run twice is the same."""
     write_prompts(folder / "train.jsonl", 20)
     settings = recipe(
         name="run",
         output=str(folder / "runs"),
         iterations=4,
-        model={"path": str(model)},
+        model={"path": str(model_directory)},
         data={"train": str(folder / "train.jsonl")},
         reward={"function": "parity_reward:compute_score"},
         partial_rollout={"max_engine_steps": 40},
@@ -107,6 +107,13 @@ def test_cut_trajectories_are_resumed_by_newer_weights(undisturbed):
     directory, _ = undisturbed
     rows = [row for path in sorted((directory / "rollouts").iterdir()) for row in read_shards(str(path))]
     assert any(len({segment.version for segment in row.segments}) > 1 for row in rows)
+
+
+def test_engine_and_trainer_agree_on_tokens_of_the_current_weights(undisturbed):
+    differences = [row.get("train/logprob_difference_fresh") for row in read_metrics(str(undisturbed[0]))]
+    measured = [difference for difference in differences if difference is not None]
+    assert measured
+    assert max(measured) < 1e-4
 
 
 def test_killed_and_resumed_run_equals_the_undisturbed_one(undisturbed, tmp_path, tiny_model):
