@@ -247,6 +247,12 @@ class RunConfig(Settings):
     iterations: PositiveInt
     """Iterations in all, those before a resume included."""
 
+    keep_last: PositiveInt = 2
+    """Newest iterations whose weights, optimizer and trajectories are kept; those of older ones are removed."""
+
+    keep_every: NonNegativeInt = 0
+    """Besides those, keep every so many iterations; 0: none."""
+
     resume: str | None = None
     """Directory of a run to continue from its last complete iteration, e.g. `runs/sandbox`."""
 

@@ -20,6 +20,7 @@ from tasks.storage import (
     existing_directory,
     latest_state,
     read_metrics,
+    remove_superseded,
     stage_output,
     write_json,
     write_state,
@@ -110,6 +111,7 @@ def record(
         optimizer=None if optimizer is None else f"optimizer/{iteration + 1:04d}",
     )
     write_state(config.run_directory, state)
+    remove_superseded(config.run_directory, config.keep_last, config.keep_every)
     for line in iteration_lines(merged):
         say(line)
     return merged

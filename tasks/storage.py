@@ -86,6 +86,28 @@ def latest_state(run_directory: str) -> RunState | None:
     return RunState(**found[-1]) if found else None
 
 
+def remove_superseded(run_directory: str, keep_last: int, keep_every: int) -> None:
+    """Remove what no kept state needs: states older than the newest `keep_last` that are no multiple of `keep_every`.
+
+    States go first, so that none that is left ever names a directory that is gone. Metrics stay.
+    """
+    states = [RunState(**content) for content in _numbered_json(run_directory, "state")]
+    kept = [state for state in states[:-keep_last] if keep_every and state.iteration % keep_every == 0]
+    kept += states[-keep_last:]
+    filesystem, root = fsspec.core.url_to_fs(run_directory)
+    needed = {name for state in kept for name in (state.policy, state.carry, state.optimizer)}
+    needed |= {f"{stage}/{state.iteration - 1:04d}" for state in kept for stage in ("rollouts", "batch")}
+    for state in states:
+        if state not in kept:
+            filesystem.rm_file(f"{root}/state/{state.iteration:04d}.json")
+    newest = states[-1]
+    for stage in ("policy", "optimizer", "carry", "rollouts", "batch"):
+        for path in filesystem.glob(f"{root}/{stage}/[0-9]*"):
+            directory = f"{stage}/{path.rsplit('/', 1)[-1]}"
+            if directory not in needed and directory <= f"{stage}/{newest.iteration:04d}":
+                filesystem.rm(path, recursive=True)
+
+
 def read_metrics(run_directory: str) -> list[dict[str, float]]:
     """The metrics of every iteration so far, in order."""
     return _numbered_json(run_directory, "metrics")

@@ -141,6 +141,7 @@ def _metrics(result: CarriedOver, ledger: Ledger, version: int) -> dict[str, flo
         "carry/truncated_share": _mean([row.truncated for row in ready]),
         "carry/trained_accuracy": _mean([row.accuracy for row in batch]),
         "carry/trained_response_tokens": _mean([row.tokens for row in batch]),
+        "carry/ready_groups": float(len(group_by_id(batch)) + result.surplus_groups),
         "carry/scored_groups": float(len(group_by_id(ready)) + result.surplus_groups),
         "carry/all_right_groups": float(sum(accuracy == 1.0 for accuracy in filtered)),
         "carry/all_wrong_groups": float(sum(accuracy == 0.0 for accuracy in filtered)),

@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+INDENT = " " * len("iteration   0 ")
+
 
 def iteration_lines(metrics: Mapping[str, float]) -> list[str]:
     """The lines of one iteration, from its merged metrics (see `tasks/report/report.py` for their meaning)."""
     m = metrics
     lines = [
         f"iteration {m['iteration']:3.0f} │ reward {_number(m['carry/reward'], '+.2f')} "
-        f"accuracy {_number(m['carry/accuracy'], '.2f')} length {_number(m['carry/response_tokens'], '.0f'):>4} │ "
-        f"groups: {m['ledger/groups_trained']:.0f} trained {m['ledger/groups_filtered']:.0f} filtered "
-        f"{m['ledger/groups_carried_out']:.0f} carried │ off-policy {m['carry/off_policy_share']:4.0%} "
-        f"resumed {m['carry/resumed_share']:4.0%} │ {m['generate/tokens_per_second']:,.0f} tokens/s │ "
-        f"generate {m['generate/seconds']:.1f} s carry-over {m['carry/seconds']:.1f} s train {m['train/seconds']:.1f} s"
+        f"accuracy {_number(m['carry/accuracy'], '.2f')} length {_number(m['carry/response_tokens'], '.0f')} │ "
+        f"{m['ledger/groups_trained']:.0f} of {m['carry/ready_groups']:.0f} ready groups trained │ "
+        f"of the tokens {m['carry/off_policy_share']:.0%} off-policy {m['carry/resumed_share']:.0%} resumed",
+        f"{INDENT}│ {m['generate/tokens_per_second']:,.0f} tokens/s │ generate {m['generate/seconds']:.1f} s "
+        f"carry-over {m['carry/seconds']:.1f} s train {m['train/seconds']:.1f} s",
     ]
-    lines += [f"              │ ledger of {kind}: {_account(metrics, kind)}" for kind in ("groups", "tokens")]
+    lines += [f"{INDENT}│ {kind}: {_account(metrics, kind)}" for kind in ("groups", "tokens")]
     if "evaluate/accuracy" in m:
         lines.insert(0, evaluation_line(m))
     return lines

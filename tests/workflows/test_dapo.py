@@ -26,6 +26,7 @@ def write_recipe(folder: Path, model_directory: Path, **sections) -> Path:
         name="run",
         output=str(folder / "runs"),
         iterations=4,
+        keep_last=100,
         model={"path": str(model_directory)},
         data={"train": str(folder / "train.jsonl")},
         reward={"function": "parity_reward:compute_score"},
@@ -90,7 +91,7 @@ def test_run_leaves_policy_metrics_report_and_state(undisturbed):
 
 def test_every_iteration_is_printed_with_balanced_books(undisturbed):
     directory, output = undisturbed
-    lines = [line for line in output.splitlines() if "ledger of" in line]
+    lines = [line for line in output.splitlines() if "│ groups: " in line or "│ tokens: " in line]
     assert len(lines) == 8
     for line in lines:
         left, right = line.split(": ")[1].split(" = ")
