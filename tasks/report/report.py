@@ -71,6 +71,7 @@ PAGE = """<!doctype html>
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2rem auto; padding: 0 1rem; }}
 .figures {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(360px, 1fr)); gap: 1rem; }}
 svg {{ width: 100%; height: auto; }}
+svg text {{ fill: currentColor; }}
 pre {{ overflow-x: auto; font-size: 12px; }}
 </style></head><body><h1>{title}</h1><p>{summary}</p><div class="figures">{figures}</div>
 <h2>Recipe</h2><pre>{recipe}</pre></body></html>
@@ -135,4 +136,4 @@ def draw_figure(figure: Figure, history: Sequence[dict[str, float]]) -> str:
         drawn.savefig(sink, format="svg", transparent=True, metadata={"Date": None})
         pyplot.close(drawn)
     svg = sink.getvalue()
-    return svg[svg.index("<svg") :].replace("#000000", "currentColor").replace("fill: black", "fill: currentColor")
+    return svg[svg.index("<svg") :].replace("#000000", "currentColor")
