@@ -7,7 +7,9 @@ a `score_status`, never a 0.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import functools
 import importlib
 import math
 import multiprocessing
@@ -43,6 +45,14 @@ def call_scorer(path: str, arguments: tuple[str, str, str, Mapping[str, Any]]) -
     return load_function(path)(*arguments)
 
 
+@functools.cache
+def warm_pool(workers: int) -> ProcessPool:
+    """The scorer processes of this process: started once, replaced one by one when they are killed."""
+    pool = ProcessPool(max_workers=workers, context=multiprocessing.get_context("spawn"))
+    atexit.register(pool.stop)
+    return pool
+
+
 class Scorer:
     """Scores trajectories; use as a context manager. With `reward.workers: 0` each is scored when it is submitted."""
 
@@ -53,17 +63,14 @@ class Scorer:
         self._scored: list[Trajectory] = []
         self._running: dict[Future, Trajectory] = {}
         self.examples: list[str] = []
-        self._pool = None
-        if reward.workers:
-            self._pool = ProcessPool(max_workers=reward.workers, context=multiprocessing.get_context("spawn"))
+        self._pool = warm_pool(reward.workers) if reward.workers else None
 
     def __enter__(self) -> Scorer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.stop()
-            self._pool.join()
+        for future in self._running:
+            future.cancel()  # ends its worker, if it is being scored
 
     @property
     def pending(self) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -157,6 +158,32 @@ def test_bad_input_ends_the_run_before_an_engine_starts(tmp_path, tiny_model, se
     code, output = run(write_recipe(tmp_path, tiny_model, **sections))
     assert code != 0
     assert message in " ".join(output.replace("│", " ").split())
+    assert "starting the engine" not in output
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward_model": {}}, "row 0 has no reward_model.ground_truth"),
+        ({"prompt": []}, "row 0 has an empty prompt"),
+        (None, "the file has no rows"),
+    ],
+)
+def test_bad_prompts_end_the_run_before_an_engine_starts(tmp_path, tiny_model, changes, message):
+    path = write_recipe(tmp_path, tiny_model)
+    write_prompts(tmp_path / "train.jsonl", 0 if changes is None else 2, **(changes or {}))
+    code, output = run(path)
+    assert code != 0
+    assert message in " ".join(output.replace("│", " ").split())
+    assert "starting the engine" not in output
+
+
+def test_a_model_without_tokenizer_ends_the_run_before_an_engine_starts(tmp_path, tiny_model):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model, ignore=shutil.ignore_patterns("tokenizer*"))
+    code, output = run(write_recipe(tmp_path, model))
+    assert code != 0
+    assert "has no tokenizer" in " ".join(output.replace("│", " ").split())
     assert "starting the engine" not in output
 
 
