@@ -18,6 +18,7 @@ from tasks.rewards.scoring import load_function
 from tasks.storage import (
     RunState,
     existing_directory,
+    fetch_model,
     latest_state,
     read_metrics,
     remove_superseded,
@@ -52,7 +53,7 @@ def prepare(config: RunConfig) -> Start:
         return _resume(config)
     config = _with_free_name(config)
     with stage_output(config, "policy", 0) as policy:
-        publish_initial_policy(config.model.path, policy.path)
+        publish_initial_policy(fetch_model(config.model.path), policy.path)
         _check_data(config, policy.path)
     with stage_output(config, "carry", 0) as carry:
         write_shards([], carry.path)
@@ -80,7 +81,7 @@ def _resume(config: RunConfig) -> Start:
         )
     base = config.resume.rstrip("/")
     policy = existing_directory(f"{base}/{state.policy}")
-    _check_data(config, policy.download())
+    _check_data(config, fetch_model(f"{base}/{state.policy}"))
     optimizer = None if state.optimizer is None else existing_directory(f"{base}/{state.optimizer}")
     say(f"resuming {base} at iteration {state.iteration}")
     return Start(config, state.iteration, policy, optimizer, existing_directory(f"{base}/{state.carry}"))

@@ -24,7 +24,7 @@ from pathlib import Path
 import fsspec
 from flytekit.types.directory import FlyteDirectory
 
-from tasks.config import RunConfig
+from tasks.config import ConfigError, RunConfig
 
 
 @dataclass
@@ -63,6 +63,18 @@ def existing_directory(url: str) -> FlyteDirectory:
     if is_local(url):
         return FlyteDirectory(str(Path(url.removeprefix("file://")).absolute()), remote_directory=False)
     return FlyteDirectory(url)
+
+
+def fetch_model(path: str) -> str:
+    """A model directory on this machine: the path itself, or a copy of what is at a URL."""
+    if is_local(path):
+        return path.removeprefix("file://")
+    filesystem, root = fsspec.core.url_to_fs(path)
+    if not filesystem.exists(root):
+        raise ConfigError(f"{path}: there is no model")
+    copy = tempfile.mkdtemp(prefix="model-")
+    filesystem.get(f"{root}/", f"{copy}/", recursive=True)
+    return copy
 
 
 @dataclass(frozen=True)

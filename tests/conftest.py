@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from tasks.config import RunConfig
@@ -97,3 +102,34 @@ def write_prompts(path: Path, count: int = 8, **changes) -> Path:
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.fixture(scope="session")
+def s3_server():
+    """A real S3 server in a process of its own, and the usual variables to reach it; one for all tests, since fsspec
+    remembers its connections."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stderr=subprocess.DEVNULL
+    )
+    while server.poll() is None and socket.socket().connect_ex(("127.0.0.1", port)):
+        time.sleep(0.05)
+    yield {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+    }
+    server.kill()
+    server.wait()
+
+
+@pytest.fixture
+def s3(s3_server, monkeypatch, request):
+    """An empty bucket."""
+    for name, value in s3_server.items():
+        monkeypatch.setenv(name, value)
+    bucket = f"bucket-{abs(hash(request.node.nodeid))}"
+    fsspec.filesystem("s3").mkdir(bucket)
+    return f"s3://{bucket}"

@@ -28,6 +28,7 @@ def fingerprints(config: RunConfig, model_directory: str, prompts: PromptSet) ->
         "tokenizer": tokenizer_sha256(model_directory),
         "model": hashlib.sha256(Path(model_directory, "config.json").read_bytes()).hexdigest(),
         "prompts": prompts.fingerprint,
+        "prompt order": f"seed {config.seed}, shuffle {config.data.shuffle}",
     }
 
 

@@ -130,7 +130,7 @@ def draw_figure(figure: Figure, history: Sequence[dict[str, float]]) -> str:
         axes.set_ylabel(figure.unit)
         axes.set_xlabel("iteration")
         axes.spines[["top", "right"]].set_visible(False)
-        if len(figure.curves) > 1:
+        if len(axes.lines) > 1:
             axes.legend(frameon=False)
         sink = io.StringIO()
         drawn.savefig(sink, format="svg", transparent=True, metadata={"Date": None})

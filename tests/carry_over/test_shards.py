@@ -2,14 +2,11 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
-import fsspec
 import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -197,33 +194,13 @@ def test_concurrent_readers_see_the_same(directory):
     assert results == [ROWS] * 8
 
 
-@pytest.fixture
-def s3(monkeypatch):
-    """A bucket on a real S3 server, in a process of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stderr=subprocess.DEVNULL
-    )
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    while server.poll() is None and socket.socket().connect_ex(("127.0.0.1", port)):
-        time.sleep(0.05)
-    fsspec.filesystem("s3", skip_instance_cache=True).mkdir("bucket")
-    yield "s3://bucket"
-    server.kill()
-    server.wait()
-
-
 def test_object_store_over_the_real_s3_protocol(s3):
     write_shards(ROWS, f"{s3}/run/carry/0001", cursor=3, max_shard_tokens=12)
     shards = read_shards(f"{s3}/run/carry/0001")
     assert (list(shards), shards.manifest.cursor) == (ROWS, 3)
     write_shards(ROWS[:1], f"{s3}/run/carry/0001")
     assert list(read_shards(f"{s3}/run/carry/0001")) == ROWS[:1]
-    with pytest.raises(ShardError, match="s3://bucket/run/none/manifest.json: missing"):
+    with pytest.raises(ShardError, match="run/none/manifest.json: missing"):
         read_shards(f"{s3}/run/none")
 
 

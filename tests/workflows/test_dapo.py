@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import fsspec
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -131,6 +132,19 @@ def test_killed_and_resumed_run_equals_the_undisturbed_one(undisturbed, tmp_path
     assert f"resuming {directory} at iteration" in output
     assert books(directory) == books(undisturbed[0])
     assert trained_prompts(directory) == trained_prompts(undisturbed[0])
+
+
+def test_a_run_in_an_object_store_equals_a_local_one_and_resumes_from_there(undisturbed, tmp_path, tiny_model, s3):
+    store = fsspec.filesystem("s3")
+    store.put(f"{tiny_model}/", f"{s3}/model/", recursive=True)
+    write_prompts(tmp_path / "train.jsonl", 20)
+    store.put(str(tmp_path / "train.jsonl"), f"{s3}/train.jsonl")
+    sections = {"output": f"{s3}/runs", "data": {"train": f"{s3}/train.jsonl"}}
+    code, output = run(write_recipe(tmp_path, f"{s3}/model", iterations=2, **sections))
+    assert code == 0, output
+    code, output = run(write_recipe(tmp_path, f"{s3}/model", resume=f"{s3}/runs/run", **sections))
+    assert code == 0, output
+    assert books(f"{s3}/runs/run") == books(undisturbed[0])
 
 
 def test_a_taken_name_gets_a_number(undisturbed, tiny_model):
