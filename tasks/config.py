@@ -146,9 +146,6 @@ class EngineConfig(Settings):
     gpu_memory_utilization: Share = 0.9
     """Share of the device's memory for weights and cache."""
 
-    tensor_parallel: PositiveInt = 1
-    """Devices one engine is spread over."""
-
     enforce_eager: bool = False
     """Skip compilation and graph capture: starts sooner, decodes slower on a GPU; no slower on a CPU."""
 

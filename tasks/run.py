@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 from flytekit import task
@@ -9,7 +11,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from tasks.carry_over.shards import write_shards
 from tasks.config import ConfigError, RunConfig
-from tasks.policy import publish_initial_policy, read_policy
+from tasks.policy import publish_initial_policy
 from tasks.prompts import warm_prompts
 from tasks.report.lines import evaluation_line, iteration_lines
 from tasks.report.progress import say
@@ -88,6 +90,13 @@ def _resume(config: RunConfig) -> Start:
 
 
 def _check_data(config: RunConfig, model_directory: str) -> None:
+    architecture = json.loads(Path(model_directory, "config.json").read_text())
+    positions = architecture.get("text_config", architecture).get("max_position_embeddings")
+    if positions is not None and positions < config.max_context_tokens:
+        raise ConfigError(
+            f"{config.model.path}: the model takes {positions} tokens, but data.max_prompt_tokens + "
+            f"sampling.max_response_tokens (or engine.max_context_tokens) is {config.max_context_tokens}; lower them"
+        )
     for path in filter(None, (config.data.train, config.data.heldout)):
         _, prompts = warm_prompts(path, model_directory, config)
         say(f"{path}: {len(prompts.prompts)} prompts, {prompts.dropped} dropped as too long")
@@ -97,14 +106,16 @@ def _check_data(config: RunConfig, model_directory: str) -> None:
 def record(
     config: RunConfig,
     iteration: int,
-    policy: FlyteDirectory,
+    version: int,
     optimizer: FlyteDirectory | None,
     metrics: list[dict[str, float]],
 ) -> dict[str, float]:
-    """Write down what the iteration measured and, last, the state from which the next one can start."""
+    """Write down what the iteration measured and, last, the state from which the next one can start.
+
+    `version`: of the policy that the iteration ended with.
+    """
     merged = {"iteration": float(iteration)} | {name: value for part in metrics for name, value in part.items()}
     write_json(f"{config.run_directory}/metrics/{iteration:04d}.json", merged)
-    version = read_policy(policy.download()).version
     state = RunState(
         iteration=iteration + 1,
         policy=f"policy/{version:04d}",

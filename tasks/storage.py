@@ -128,7 +128,8 @@ def read_metrics(run_directory: str) -> list[dict[str, float]]:
 def _numbered_json(run_directory: str, kind: str) -> list[dict]:
     filesystem, root = fsspec.core.url_to_fs(f"{run_directory}/{kind}")
     filesystem.invalidate_cache()
-    return [json.loads(filesystem.cat_file(path)) for path in sorted(filesystem.glob(f"{root}/*.json"))]
+    paths = sorted(filesystem.glob(f"{root}/[0-9]*.json"), key=lambda path: int(Path(path).stem))
+    return [json.loads(filesystem.cat_file(path)) for path in paths]
 
 
 def write_json(url: str, content: dict) -> None:

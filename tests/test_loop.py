@@ -18,7 +18,7 @@ from tasks.carry_over.stage import NoProgressError, ScoreErrorRateError, carry_o
 from tasks.config import RunConfig
 from tasks.generate.stage import sample_iteration
 from tasks.policy import Policy
-from tasks.prompts import Prompt, PromptSet
+from tasks.prompts import DataError, Prompt, PromptSet
 
 
 class Words:
@@ -264,6 +264,13 @@ def test_scorer_faults_above_the_limit_stop_the_run_naming_examples_and_keep_the
     with pytest.raises(ScoreErrorRateError, match=r"of \d+ scores failed.*a fault of the scorer"):
         loop.carry_over()
     assert len(list(read_shards(loop.path("rollouts", loop.iteration)))) > 0
+
+
+def test_strict_mode_refuses_to_continue_what_partial_rollout_left(tmp_path):
+    loop = Loop(tmp_path)
+    loop.step()
+    with pytest.raises(DataError, match=r"holds \d+ trajectories of older weights"):
+        loop.generate(enabled=False)
 
 
 def test_a_row_lost_between_the_stages_is_found_by_the_ledger(tmp_path):

@@ -49,13 +49,13 @@ def iterate(
         batch, carry, kept = carry_over(config=config, iteration=i, rollouts=rollouts).with_overrides(
             node_name=f"carry-over-{i:04d}"
         )
-        policy, optimizer, trained = train(
+        policy, optimizer, version, trained = train(
             config=config, iteration=i, policy=policy, optimizer=optimizer, batch=batch
         ).with_overrides(node_name=f"train-{i:04d}")
         measured += [generated, kept, trained]
 
         recorded.append(
-            record(config=config, iteration=i, policy=policy, optimizer=optimizer, metrics=measured).with_overrides(
+            record(config=config, iteration=i, version=version, optimizer=optimizer, metrics=measured).with_overrides(
                 node_name=f"record-{i:04d}"
             )
         )

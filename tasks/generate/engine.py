@@ -95,7 +95,6 @@ class VLLMEngine:
             dtype=settings.dtype,
             max_model_len=config.max_context_tokens,
             max_num_seqs=config.partial_rollout.max_in_flight,
-            tensor_parallel_size=settings.tensor_parallel,
             enforce_eager=settings.enforce_eager,
             gpu_memory_utilization=settings.gpu_memory_utilization,
             kv_cache_memory_bytes=cache_bytes,

@@ -69,6 +69,11 @@ def sample_iteration(
 ) -> dict[str, float]:
     """`generate_rollouts` with an engine that holds the policy, and everything read and checked."""
     partial_rollout, carried = config.partial_rollout, list(carry)
+    if carried and not partial_rollout.enabled:
+        raise DataError(
+            f"{carry.directory}: holds {len(carried)} trajectories of older weights, which a run with "
+            "partial_rollout.enabled: false would mix with new ones; set it to true, or start without resume"
+        )
     draws = Draws(
         prompts,
         cursor=carry.manifest.cursor,

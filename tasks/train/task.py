@@ -9,15 +9,15 @@ from flytekit.types.directory import FlyteDirectory
 
 from tasks.carry_over.shards import read_shards
 from tasks.config import RunConfig
-from tasks.policy import read_policy
 from tasks.storage import stage_output
 
 
 class Trained(NamedTuple):
-    """`policy`: the next version, or the same one if there was nothing to train on."""
+    """`policy`: the next version, or the same one if there was nothing to train on; `version`: which that is."""
 
     policy: FlyteDirectory
     optimizer: FlyteDirectory | None
+    version: int
     metrics: dict[str, float]
 
 
@@ -29,11 +29,12 @@ def train(
     from tasks.train.launch import train_on_ranks
     from tasks.train.stage import Directories
 
-    if not len(read_shards(batch.download())):
-        return Trained(policy, optimizer, {"train/updates": 0.0, "train/seconds": 0.0})
-    version = read_policy(policy.download()).version + 1
+    shards = read_shards(batch.download())
+    version = shards.manifest.extra["version"]
+    if not len(shards):
+        return Trained(policy, optimizer, version, {"train/updates": 0.0, "train/seconds": 0.0})
     with (
-        stage_output(config, "policy", version) as new_policy,
+        stage_output(config, "policy", version + 1) as new_policy,
         stage_output(config, "optimizer", iteration + 1) as new_optimizer,
     ):
         directories = Directories(
@@ -45,5 +46,5 @@ def train(
         )
         metrics = train_on_ranks(config, directories)
     if not metrics["train/updates"]:
-        return Trained(policy, optimizer, metrics)
-    return Trained(new_policy.directory, new_optimizer.directory, metrics)
+        return Trained(policy, optimizer, version, metrics)
+    return Trained(new_policy.directory, new_optimizer.directory, version + 1, metrics)

@@ -166,6 +166,7 @@ def test_a_taken_name_gets_a_number(undisturbed, tiny_model):
         ({"train": {"group_size": 5}}, "train.mini_batch_responses = 4 does not divide"),
         ({"surprise": 1}, "surprise: unknown key"),
         ({"resume": "absent"}, "there is no run to continue"),
+        ({"sampling": {"max_response_tokens": 1000}}, "the model takes 512 tokens"),
     ],
 )
 def test_bad_input_ends_the_run_before_an_engine_starts(tmp_path, tiny_model, sections, message):
