@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -287,6 +287,12 @@ def from_record_batch(batch: pa.RecordBatch) -> Iterator[Trajectory]:
     columns = {name: _values(batch.column(name)) for name in schema.names}
     for index in range(batch.num_rows):
         yield row_type(**{name: values[index] for name, values in columns.items()})
+
+
+def from_mapping(row: Mapping[str, Any]) -> Trajectory:
+    """A row given as a mapping of its columns, as Arrow's `to_pylist` makes them: segments may be mappings too."""
+    segments = [Segment(**part) if isinstance(part, Mapping) else Segment(*part) for part in row.get("segments", ())]
+    return Trajectory(**{**row, "segments": segments})
 
 
 def _values(column: pa.Array) -> Sequence[Any]:

@@ -31,7 +31,7 @@ FAILED = dataclasses.replace(FINISHED, status=Status.FAILED, score_status=ScoreS
 GOOD = [PENDING, PARTIAL, FINISHED, SCORED, FAILED]
 
 
-def test_the_columns_are_those_of_the_design():
+def test_the_columns_are_the_documented_ones():
     assert SCHEMA.names == [
         *("group_id", "member", "attempt", "prompt_id", "data_source", "ground_truth"),
         *("prompt_tokens", "response_tokens", "logprobs", "segments", "status", "finish_reason", "resumes"),

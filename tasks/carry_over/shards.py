@@ -19,7 +19,15 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 
-from tasks.trajectory import BATCH_SCHEMA, SCHEMA, Trajectory, from_record_batch, to_record_batch, violations
+from tasks.trajectory import (
+    BATCH_SCHEMA,
+    SCHEMA,
+    Trajectory,
+    from_mapping,
+    from_record_batch,
+    to_record_batch,
+    violations,
+)
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -113,7 +121,7 @@ def write_shards(
 
 def _good_rows(rows: Iterable[Trajectory | Mapping[str, Any]], quarantined: list[Quarantined]) -> Iterator[Trajectory]:
     for number, row in enumerate(rows):
-        row = row if isinstance(row, Trajectory) else Trajectory(**row)
+        row = row if isinstance(row, Trajectory) else from_mapping(row)
         if broken := violations(row):
             quarantined.append(
                 Quarantined("(never written)", number, row.group_id, row.member, row.tokens, "; ".join(broken))

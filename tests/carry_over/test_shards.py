@@ -68,9 +68,9 @@ def test_no_rows_and_very_long_rows(tmp_path):
 
 
 def test_rows_as_plain_mappings_are_written(tmp_path):
-    mappings = [{name: getattr(ROWS[0], name) for name in SCHEMA.names}]
-    write_shards(mappings, str(tmp_path))
-    assert list(read_shards(str(tmp_path))) == ROWS[:1]
+    write_shards([{name: getattr(row, name) for name in SCHEMA.names} for row in ROWS], str(tmp_path / "a"))
+    write_shards(to_record_batch(ROWS).to_pylist(), str(tmp_path / "b"))
+    assert list(read_shards(str(tmp_path / "a"))) == list(read_shards(str(tmp_path / "b"))) == ROWS
 
 
 def test_broken_rows_are_quarantined_on_writing_by_rule(tmp_path):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import hashlib
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,6 +30,12 @@ class Tokens:
 def odd_length(data_source, solution_str, ground_truth, extra_info):
     """The reward of these tests: 1 for a response of odd length."""
     return float(len(solution_str.split()) % 2)
+
+
+def when_told(data_source, solution_str, ground_truth, extra_info):
+    while not Path(extra_info["file"]).exists():
+        time.sleep(0.01)
+    return 1.0
 
 
 def never_right(data_source, solution_str, ground_truth, extra_info):
@@ -164,6 +172,27 @@ def test_ready_in_the_step_of_the_stop_is_kept():
     engine = ScriptedEngine(lambda name: 5 + int(name.split("/")[1]))
     rows, _ = run(engine, scheduler(draws=draws_of(4), max_in_flight=8, rules=StopRules(ready_groups=1)))
     assert sum(row.status == Status.SCORED for row in rows) == 8
+
+
+def test_decoding_goes_on_beside_a_slow_scorer_and_a_cut_does_not_wait_for_it(tmp_path):
+    """A scorer that answers only once a file exists: the stage is cut without it, the next one scores what is left."""
+    reward = RewardConfig(function="test_scheduler:when_told", workers=1, overlong_cache=0)
+    sampler = Sampler(SamplingConfig(max_response_tokens=BUDGET), 1, Tokens(), {"g": {"file": str(tmp_path / "go")}})
+    engine = ScriptedEngine(lambda name: 3 if name.startswith("g/0") else 50)
+    carried = [trajectory(member=0), trajectory(member=1)]
+    work = scheduler(carried, draws=draws_of(9), rules=StopRules(1, max_engine_steps=20), max_in_flight=2)
+    with Scorer(reward, BUDGET) as scorer:
+        rows, _ = roll_out(engine, work, scorer, sampler)
+    rows = [row for row in rows if row.group_id == "g"]
+    assert [(row.status, row.tokens) for row in rows] == [(Status.FINISHED, 3), (Status.PARTIAL, 20)]
+
+    (tmp_path / "go").touch()
+    engine = ScriptedEngine(lambda _: 50, version=1)
+    work = scheduler(rows, rules=StopRules(0), version=1, wait_for_all=True)
+    with Scorer(reward, BUDGET) as scorer:
+        rows, _ = roll_out(engine, work, scorer, sampler)
+    assert [(row.status, row.tokens) for row in rows] == [(Status.SCORED, 3), (Status.SCORED, 50)]
+    assert [request.request_id for request in engine.admitted] == ["g/1/0"]
 
 
 def test_strict_mode_waits_for_all_it_launched_and_launches_no_more_than_the_batch_needs():
