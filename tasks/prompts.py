@@ -45,9 +45,6 @@ class PromptSet:
     dropped: int
     fingerprint: str
 
-    def by_id(self) -> dict[str, Prompt]:
-        return {prompt.prompt_id: prompt for prompt in self.prompts}
-
 
 def load_prompts(path: str, tokenizer: Any, data: DataConfig) -> PromptSet:
     """Read a parquet or JSONL file (local path or fsspec URL) and tokenise its prompts with the chat template.

@@ -72,10 +72,6 @@ class Scorer:
         for future in self._running:
             future.cancel()  # ends its worker, if it is being scored
 
-    @property
-    def pending(self) -> int:
-        return len(self._running)
-
     def submit(self, row: Trajectory, text: str, extra_info: Mapping[str, Any]) -> None:
         """Score a finished trajectory whose response reads `text`."""
         if row.truncated and not self._reward.score_truncated:

@@ -122,8 +122,11 @@ def test_chunks_of_logits_and_recomputed_activations_change_no_gradient(tmp_path
 def test_logits_exist_for_a_chunk_of_response_positions_only(tmp_path, monkeypatch):
     model, sizes = load(save_model(tmp_path, "qwen3")), []
     monkeypatch.setattr(fsdp, "LOGIT_CHUNK", 4)
-    hook = lambda _module, _inputs, logits: sizes.append(logits.numel() // 42)  # noqa: E731
-    model.model.lm_head.register_forward_hook(hook)
+
+    def note_size(_module, _inputs, logits):
+        sizes.append(logits.numel() // 42)
+
+    model.model.lm_head.register_forward_hook(note_size)
     with torch.no_grad():
         model(collate([row(range(2, 40), range(4, 13))]))
     assert sizes == [4, 4, 1]
