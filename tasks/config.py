@@ -123,6 +123,10 @@ class PartialRolloutConfig(Settings):
     max_scored_batches: PositiveInt = 10
     """Cut when this many batches' worth of groups are scored in one iteration, however few of them are informative."""
 
+    unfinished: Literal["carry", "discard"] = "carry"
+    """What a cut leaves unfinished, or ready beyond the batch, is carried on; or discarded and counted, as systems that
+    oversample do (a baseline: it trains on too few long responses)."""
+
     max_version_lag: NonNegativeInt = 8
     """Greatest age of a trained token, in weight versions before the version being trained."""
 
@@ -229,6 +233,36 @@ class EvaluateConfig(Settings):
     """Sampling for evaluation; default: that of training."""
 
 
+class CompareConfig(Settings):
+    """What `workflows/compare.py` runs: every arm with every seed."""
+
+    seeds: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] = (1, 2, 3)
+    """Seeds of prompt order and sampling; each arm runs once with each."""
+
+    warm_up: NonNegativeInt = 4
+    """First iterations that are left out of throughput, times and lengths: the carry fills, engines start."""
+
+    arms: dict[str, dict[str, Any]] = {
+        "partial": {},
+        "synchronous": {"partial_rollout": {"enabled": False}},
+        "discard": {"partial_rollout": {"unfinished": "discard"}},
+    }
+    """Name of each arm and what it changes in the recipe. The first is compared with every other."""
+
+
+class TrackersConfig(Settings):
+    """Experiment trackers that get every iteration's metrics. A tracker that fails never stops a run."""
+
+    use: tuple[Literal["wandb", "mlflow", "tensorboard"], ...] = ()
+    """Which; each needs the extra of its name (`pip install carryover[wandb]`) where `record` runs."""
+
+    project: str = "carryover"
+    """Project (wandb) or experiment (mlflow). Servers and credentials come from the trackers' own variables."""
+
+    timeout_seconds: PositiveFloat = 30.0
+    """A tracker that takes longer for one iteration is given up for the rest of the run."""
+
+
 class RunConfig(Settings):
     """One run. However it is made, raises ConfigError when a setting is wrong or some cannot work together."""
 
@@ -262,6 +296,8 @@ class RunConfig(Settings):
     objective: ObjectiveConfig = ObjectiveConfig()
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    compare: CompareConfig = CompareConfig()
+    trackers: TrackersConfig = TrackersConfig()
 
     @property
     def run_directory(self) -> str:

@@ -108,7 +108,7 @@ class Loop:
         i = self.iteration
         return carry_over_rollouts(
             self.config, i, self.path("rollouts", i), self.path("batch", i), self.path("carry", i + 1)
-        )
+        ).metrics
 
     def finish_iteration(self):
         batch = list(read_shards(self.path("batch", self.iteration)))
@@ -128,12 +128,13 @@ class Loop:
     steps=st.lists(st.integers(1, 60), min_size=1, max_size=12),
     crashes=st.sets(st.integers(0, 23), max_size=6),
     on_stale=st.sampled_from(["mask", "reroll"]),
+    unfinished=st.sampled_from(["carry", "carry", "discard"]),
     lag=st.integers(0, 3),
     prompts=st.integers(1, 12),
     in_flight=st.integers(4, 30),
 )
 def test_books_balance_and_nothing_is_trained_twice_over_any_schedule(
-    steps, crashes, on_stale, lag, prompts, in_flight
+    steps, crashes, on_stale, unfinished, lag, prompts, in_flight
 ):
     """Random cuts, crashes (the stage before it runs again), failing scorers, filters and rerolls.
 
@@ -141,6 +142,7 @@ def test_books_balance_and_nothing_is_trained_twice_over_any_schedule(
     """
     with tempfile.TemporaryDirectory() as folder:
         partial_rollout = {"max_in_flight": in_flight, "max_version_lag": lag, "on_stale": on_stale}
+        partial_rollout["unfinished"] = unfinished
         loop = Loop(folder, prompts, "test_loop:usually_broken", partial_rollout=partial_rollout)
         drawn = []
         for number, cut in enumerate(steps):

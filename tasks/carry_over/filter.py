@@ -33,24 +33,26 @@ class FilterRules:
     version: int
     max_version_lag: int
     on_stale: Literal["mask", "reroll"] = "mask"
+    unfinished: Literal["carry", "discard"] = "carry"
     strict: bool = False
     overlong_filter: bool = False
 
 
 @dataclass(frozen=True)
 class CarriedOver:
-    """Every row that came in is in exactly one of `batch`, `filtered`, `failed` and `carried`, or was merged away.
+    """Every row that came in is in exactly one of these lists, or was merged away.
 
     batch: whole groups, oldest first, each row with its advantage. carried: oldest group first; restarted members have
-    lost the tokens counted in `discarded_tokens`.
+    lost the tokens counted in `lost_tokens`, together with those of superseded attempts.
     """
 
     batch: list[TrainingRow] = field(default_factory=list)
     filtered: list[Trajectory] = field(default_factory=list)
     failed: list[Trajectory] = field(default_factory=list)
     carried: list[Trajectory] = field(default_factory=list)
+    discarded: list[Trajectory] = field(default_factory=list)
     restarted: int = 0
-    discarded_tokens: int = 0
+    lost_tokens: int = 0
     surplus_groups: int = 0  # ready and informative, but more than the batch holds
 
     @property
@@ -67,7 +69,7 @@ def carry_over(rows: Iterable[Trajectory], rules: FilterRules) -> CarriedOver:
 
     Raises ConflictError on contradicting deliveries, and MixedVersionsError in strict mode.
     """
-    merged, discarded = merge_deliveries(rows)
+    merged, superseded = merge_deliveries(rows)
     chosen: list[list[Trajectory]] = []
     kept: list[list[Trajectory]] = []
     filtered: list[Trajectory] = []
@@ -87,7 +89,9 @@ def carry_over(rows: Iterable[Trajectory], rules: FilterRules) -> CarriedOver:
             kept.append(members)
     batch = _training_rows([row for members in chosen for row in members], rules)
     next_version = rules.version + bool(batch)
-    carried, restarted, lost = _restart_stale([row for members in kept for row in members], next_version, rules)
+    left = [row for members in kept for row in members]
+    discarded, left = (left, []) if rules.unfinished == "discard" else ([], left)
+    carried, restarted, lost = _restart_stale(left, next_version, rules)
     if rules.strict:
         _refuse_mixed_versions(batch, rules.version)
     return CarriedOver(
@@ -95,8 +99,9 @@ def carry_over(rows: Iterable[Trajectory], rules: FilterRules) -> CarriedOver:
         filtered=filtered,
         failed=failed,
         carried=carried,
+        discarded=discarded,
         restarted=restarted,
-        discarded_tokens=discarded + lost,
+        lost_tokens=superseded + lost,
         surplus_groups=surplus,
     )
 

@@ -20,7 +20,7 @@ class LedgerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Account:
-    """Groups, or tokens. Groups are never masked or discarded."""
+    """Groups, or tokens. Groups are never masked."""
 
     carried_in: int = 0
     entered: int = 0  # drawn or generated
@@ -28,7 +28,7 @@ class Account:
     masked: int = 0  # part of a trained response, left out of the loss
     filtered: int = 0  # of groups whose members all have the same accuracy
     failed: int = 0  # of groups that cannot be scored or read
-    discarded: int = 0  # of attempts that were restarted
+    discarded: int = 0  # of attempts that were restarted, or with `unfinished: discard`
     carried_out: int = 0
 
     @property

@@ -4,15 +4,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from tasks.carry_over.filter import CarriedOver, FilterRules, carry_over
 from tasks.carry_over.ledger import Account, Ledger
 from tasks.carry_over.shards import Manifest, read_shards, write_shards
 from tasks.config import RunConfig
 from tasks.trajectory import BATCH_SCHEMA, Status, Trajectory, group_by_id
+
+# What became of a response and what it was, without its tokens: small enough to be kept for every iteration.
+RESPONSE_SCHEMA = pa.schema(
+    [
+        ("iteration", pa.int32()),
+        ("outcome", pa.string()),  # trained, filtered, failed or discarded
+        ("group_id", pa.string()),
+        ("member", pa.int32()),
+        ("data_source", pa.string()),
+        ("tokens", pa.int32()),
+        ("finish_reason", pa.string()),
+        ("accuracy", pa.float32()),
+        ("reward", pa.float32()),
+        ("resumes", pa.int32()),
+        ("lag", pa.int32()),  # of its oldest token, in weight versions
+        ("created_iteration", pa.int32()),
+    ]
+)
 
 
 class ScoreErrorRateError(RuntimeError):
@@ -23,10 +42,17 @@ class NoProgressError(RuntimeError):
     """No group taught anything for too many iterations in a row; the message says what was seen."""
 
 
+class CarryOverResult(NamedTuple):
+    """`responses`: a row of RESPONSE_SCHEMA for each response that this iteration let go, trained on or not."""
+
+    metrics: dict[str, float]
+    responses: pa.Table
+
+
 def carry_over_rollouts(
     config: RunConfig, iteration: int, rollouts_directory: str, batch_directory: str, carry_directory: str
-) -> dict[str, float]:
-    """Write the training batch of this iteration and the trajectories for the next one; returns the metrics.
+) -> CarryOverResult:
+    """Write the training batch of this iteration and the trajectories for the next one.
 
     Raises LedgerError, ConflictError, ScoreErrorRateError or NoProgressError. The rollouts are left as they are.
     """
@@ -43,6 +69,7 @@ def carry_over_rollouts(
             version=facts["version"],
             max_version_lag=config.partial_rollout.max_version_lag,
             on_stale=config.partial_rollout.on_stale,
+            unfinished=config.partial_rollout.unfinished,
             strict=not config.partial_rollout.enabled,
             overlong_filter=config.objective.overlong_filter,
         ),
@@ -73,7 +100,8 @@ def carry_over_rollouts(
             f"{total.groups.trained} groups were trained. Use easier or harder prompts, more members per group "
             "(train.group_size), or raise partial_rollout.max_rounds_without_progress"
         )
-    return metrics | {"carry/seconds": time.monotonic() - began, "carry/quarantined_rows": float(len(quarantined))}
+    metrics |= {"carry/seconds": time.monotonic() - began, "carry/quarantined_rows": float(len(quarantined))}
+    return CarryOverResult(metrics, _responses(result, iteration, facts["version"]))
 
 
 def _check_scores(rows: Sequence[Trajectory], examples: Sequence[str], max_error_rate: float) -> None:
@@ -109,6 +137,7 @@ def _ledger(
             trained=groups(result.batch),
             filtered=groups(result.filtered),
             failed=groups(result.failed) + len(unreadable),
+            discarded=groups(result.discarded),
             carried_out=groups(result.carried),
         ),
         tokens=Account(
@@ -118,7 +147,7 @@ def _ledger(
             masked=result.masked_tokens,
             filtered=tokens(result.filtered),
             failed=tokens(result.failed) + sum(row["tokens"] for row in quarantined),
-            discarded=result.discarded_tokens,
+            discarded=result.lost_tokens + tokens(result.discarded),
             carried_out=tokens(result.carried),
         ),
     )
@@ -152,6 +181,23 @@ def _metrics(result: CarriedOver, ledger: Ledger, version: int) -> dict[str, flo
         "carry/mean_version_lag": float(np.mean(ages)) if trained else 0.0,
         "carry/max_version_lag": float(np.max(ages)) if trained else 0.0,
     }
+
+
+def _responses(result: CarriedOver, iteration: int, version: int) -> pa.Table:
+    outcomes = (
+        ("trained", result.batch),
+        ("filtered", result.filtered),
+        ("failed", result.failed),
+        ("discarded", result.discarded),
+    )
+    rows = [
+        {name: getattr(row, name, None) for name in RESPONSE_SCHEMA.names}
+        | {"iteration": iteration, "outcome": outcome, "lag": version - row.oldest_version}
+        for outcome, part in outcomes
+        for row in part
+        if row.tokens
+    ]
+    return pa.Table.from_pylist(rows, RESPONSE_SCHEMA)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-from rows import group, row
 
+from rows import group, row
 from tasks.carry_over.filter import ConflictError, FilterRules, MixedVersionsError, carry_over, merge_deliveries
 from tasks.rewards.overlong import soft_overlong_penalty
 from tasks.trajectory import FinishReason, Status, violations
@@ -107,6 +107,16 @@ def test_mask_leaves_out_only_the_stale_tokens_and_siblings_keep_theirs():
     assert all(r.advantage for r in result.batch)
 
 
+def test_discarding_lets_go_of_what_is_unfinished_or_beyond_the_batch():
+    ready = [member for name in ("a", "b", "c") for member in group(name, [0.0, 1.0])]
+    unfinished = [row("d", 0, segments=[(3, 0)]), row("d", 1)]
+    result = carry_over([*ready, *unfinished], rules(unfinished="discard"))
+    assert groups_of(result.batch) == ["a", "b"]
+    assert groups_of(result.discarded) == ["c", "d"]
+    assert result.carried == []
+    assert result.lost_tokens == 0
+
+
 @pytest.mark.parametrize(("oldest", "restarted"), [(1, False), (0, True)])
 def test_reroll_restarts_a_stale_member_alone_before_it_would_be_trained_too_old(oldest, restarted):
     """Carried at version 2 beside a batch: version 3 comes next, for which version 1 is in time, version 0 is not."""
@@ -119,10 +129,10 @@ def test_reroll_restarts_a_stale_member_alone_before_it_would_be_trained_too_old
     assert second == members[1]
     if restarted:
         assert (first.status, first.tokens, first.attempt) == (Status.PENDING, 0, 1)
-        assert (result.restarted, result.discarded_tokens) == (1, 7)
+        assert (result.restarted, result.lost_tokens) == (1, 7)
     else:
         assert first == members[0]
-        assert result.discarded_tokens == 0
+        assert result.lost_tokens == 0
 
 
 def test_without_an_update_the_version_stays_and_nothing_grows_stale():

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rows import group, row
 
+from rows import group, row
 from tasks.carry_over import shards as shards_module
 from tasks.carry_over.filter import FilterRules, carry_over
 from tasks.carry_over.shards import ShardError, read_shards, write_shards
