@@ -6,13 +6,22 @@ PINS := images/requirements/sandbox.txt
 SET_UP := .venv/set-up
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps
 
-.PHONY: demo test lint pins clean
+ROOT_RIGHTS := $(if $(filter 0,$(shell id -u)),,sudo -n)
+
+.PHONY: demo test browser lint pins clean
 
 demo: $(SET_UP)
 	.venv/bin/pyflyte run workflows/dapo.py dapo
 
-test: lint
+test: lint browser
 	.venv/bin/python -m pytest
+
+# Reports are opened in a headless Chromium; where none can be installed, the tests that need it say so and are skipped.
+browser:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { \
+	  echo "installing chromium for the tests of the reports"; \
+	  $(ROOT_RIGHTS) apt-get update -qq >/dev/null && \
+	  $(ROOT_RIGHTS) apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || echo "no chromium"
 
 lint: $(SET_UP)
 	.venv/bin/ruff check .
@@ -30,7 +39,7 @@ $(SET_UP): $(PINS)
 
 # Renews the pinned list from pyproject.toml; uv is needed for this alone.
 pins:
-	uv pip compile pyproject.toml --extra sandbox --extra dev --universal --python-version 3.11 --quiet \
+	uv pip compile pyproject.toml --extra sandbox --extra wandb --extra mlflow --extra tensorboard --extra dev --universal --python-version 3.11 --quiet \
 	  --override images/requirements/left-out.txt --no-annotate --custom-compile-command "make pins" -o $(PINS)
 
 clean:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from flytekit import task
+from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 
 from tasks.carry_over.shards import write_shards
@@ -16,6 +16,7 @@ from tasks.prompts import warm_prompts
 from tasks.report.lines import evaluation_line, iteration_lines
 from tasks.report.progress import say
 from tasks.report.report import summary, write_report
+from tasks.report.trackers import end_tracking, track
 from tasks.rewards.scoring import load_function
 from tasks.storage import (
     RunState,
@@ -102,7 +103,7 @@ def _check_data(config: RunConfig, model_directory: str) -> None:
         say(f"{path}: {len(prompts.prompts)} prompts, {prompts.dropped} dropped as too long")
 
 
-@task
+@task(enable_deck=True, deck_fields=())
 def record(
     config: RunConfig,
     iteration: int,
@@ -110,7 +111,7 @@ def record(
     optimizer: FlyteDirectory | None,
     metrics: list[dict[str, float]],
 ) -> dict[str, float]:
-    """Write down what the iteration measured and, last, the state from which the next one can start.
+    """Write down what the iteration measured, the state from which the next one can start, and the renewed report.
 
     `version`: of the policy that the iteration ended with.
     """
@@ -126,10 +127,12 @@ def record(
     remove_superseded(config.run_directory, config.keep_last, config.keep_every)
     for line in iteration_lines(merged):
         say(line)
+    Deck("report", write_report(config, read_metrics(config.run_directory)))
+    track(config, merged)
     return merged
 
 
-@task
+@task(enable_deck=True, deck_fields=())
 def conclude(
     config: RunConfig, policy: FlyteDirectory, recorded: list[dict[str, float]], final: list[dict[str, float]]
 ) -> Result:
@@ -141,8 +144,10 @@ def conclude(
         last = {"iteration": float(config.iterations)} | measured
         write_json(f"{config.run_directory}/metrics/{config.iterations:04d}.json", last)
         say(evaluation_line(last))
+        track(config, last)
     history = read_metrics(config.run_directory)
-    write_report(config, history)
+    Deck("report", write_report(config, history))
+    end_tracking()
     say(summary(history))
     say(f"{len(recorded)} iterations done; everything is in {config.run_directory}/, start with report.html")
     return Result(config.run_directory, policy)

@@ -3,6 +3,8 @@
     <output>/<name>/rollouts/0007/      every trajectory that iteration 7 held at its cut
     <output>/<name>/batch/0007/         what iteration 7 trained on
     <output>/<name>/metrics/0007.json   what iteration 7 measured
+    <output>/<name>/responses/0007.parquet  what became of each response in iteration 7
+    <output>/<name>/decks/0007/         pictures of the stages of iteration 7
     <output>/<name>/carry/0008/         the trajectories that iteration 8 continues
     <output>/<name>/optimizer/0008/     the optimizer that iteration 8 starts with
     <output>/<name>/policy/0005/        the weights of version 5
@@ -13,6 +15,7 @@ A path on this machine is written in place. A URL is written through a temporary
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import tempfile
@@ -22,6 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 from flytekit.types.directory import FlyteDirectory
 
 from tasks.config import ConfigError, RunConfig
@@ -55,7 +60,7 @@ def stage_output(config: RunConfig, stage: str, number: int) -> Iterator[Output]
 def local_log(config: RunConfig) -> Path:
     """Where libraries' own output goes: beside the run, or on this machine for a run at a URL."""
     base = config.run_directory if is_local(config.run_directory) else f"{tempfile.gettempdir()}/{config.name}"
-    return Path(base.removeprefix("file://"), "engine.log")
+    return Path(base.removeprefix("file://"), "libraries.log")
 
 
 def existing_directory(url: str) -> FlyteDirectory:
@@ -108,12 +113,12 @@ def remove_superseded(run_directory: str, keep_last: int, keep_every: int) -> No
     kept += states[-keep_last:]
     filesystem, root = fsspec.core.url_to_fs(run_directory)
     needed = {name for state in kept for name in (state.policy, state.carry, state.optimizer)}
-    needed |= {f"{stage}/{state.iteration - 1:04d}" for state in kept for stage in ("rollouts", "batch")}
+    needed |= {f"{stage}/{state.iteration - 1:04d}" for state in kept for stage in ("rollouts", "batch", "decks")}
     for state in states:
         if state not in kept:
             filesystem.rm_file(f"{root}/state/{state.iteration:04d}.json")
     newest = states[-1]
-    for stage in ("policy", "optimizer", "carry", "rollouts", "batch"):
+    for stage in ("policy", "optimizer", "carry", "rollouts", "batch", "decks"):
         for path in filesystem.glob(f"{root}/{stage}/[0-9]*"):
             directory = f"{stage}/{path.rsplit('/', 1)[-1]}"
             if directory not in needed and directory <= f"{stage}/{newest.iteration:04d}":
@@ -129,21 +134,33 @@ def _numbered_json(run_directory: str, kind: str) -> list[dict]:
     filesystem, root = fsspec.core.url_to_fs(f"{run_directory}/{kind}")
     filesystem.invalidate_cache()
     paths = sorted(filesystem.glob(f"{root}/[0-9]*.json"), key=lambda path: int(Path(path).stem))
-    return [json.loads(filesystem.cat_file(path)) for path in paths]
+    contents = filesystem.cat(paths) if paths else {}  # an object store is asked for all of them at once
+    return [json.loads(contents[path]) for path in paths]
 
 
 def write_json(url: str, content: dict) -> None:
     """Write a small JSON file; a reader sees all of it or none."""
-    text = json.dumps(content, indent=1).encode()
+    write_file(url, json.dumps(content, indent=1).encode())
+
+
+def write_table(url: str, table: pa.Table) -> None:
+    """Write a parquet file; a reader sees all of it or none."""
+    sink = io.BytesIO()
+    pq.write_table(table, sink)
+    write_file(url, sink.getvalue())
+
+
+def write_file(url: str, content: bytes) -> None:
+    """Write a small file at a local path or fsspec URL; a reader sees all of it or none."""
     if not is_local(url):
         with fsspec.open(url, "wb") as file:
-            file.write(text)
+            file.write(content)
         return
     path = Path(url.removeprefix("file://"))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:
-        file.write(text)
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -305,6 +305,21 @@ def _values(column: pa.Array) -> Sequence[Any]:
     else:
         flat = column.values.to_numpy(zero_copy_only=False)
     return [flat[start:end] for start, end in itertools.pairwise(offsets)]
+
+
+def segment_texts(row: Trajectory, decode: Callable[[list[int]], str]) -> Iterator[tuple[Segment, str]]:
+    """Each segment with its part of the response's text.
+
+    Ever longer prefixes are decoded, since a cut may divide a character; it then belongs to the later segment.
+    """
+    tokens, before = row.response_tokens.tolist(), ""
+    for segment in row.segments:
+        end = segment.start + segment.length
+        text = decode(tokens[:end])
+        if end < len(tokens):
+            text = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        yield segment, text[len(before) :]
+        before = text
 
 
 def group_by_id(rows: Iterable[Trajectory]) -> dict[str, list[Trajectory]]:

@@ -7,9 +7,12 @@ from flytekit.types.directory import FlyteDirectory
 
 from tasks.config import RunConfig
 from tasks.evaluate.stage import evaluate_policy
+from tasks.report.progress import chatter_to
+from tasks.storage import local_log
 
 
 @task
 def evaluate(config: RunConfig, policy: FlyteDirectory) -> dict[str, float]:
     """Accuracy of `policy` on the held-out prompts."""
-    return evaluate_policy(config, policy.download())
+    with chatter_to(local_log(config)):
+        return evaluate_policy(config, policy.download())

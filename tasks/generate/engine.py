@@ -19,7 +19,7 @@ import numpy as np
 from tasks.config import RunConfig, SamplingConfig
 from tasks.generate.weights import load_into_worker
 from tasks.policy import read_policy
-from tasks.report.progress import chatter_to, say
+from tasks.report.progress import say
 from tasks.storage import local_log
 from tasks.trajectory import FinishReason
 
@@ -76,7 +76,7 @@ class VLLMEngine:
         """Start with the weights of `model_directory`, a policy directory; `load` must follow before sampling."""
         settings = config.engine
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # step() runs the model here and now
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # which the stage keeps in a log
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         if settings.enforce_eager:
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # else the sampler is compiled all the same, for 10 s
@@ -197,10 +197,8 @@ def warm_engine(config: RunConfig, policy_directory: str) -> VLLMEngine:
     key = json.dumps(wanted, sort_keys=True)
     if key not in _warm:
         _warm.clear()  # one engine at a time: it owns the device's memory
-        log = local_log(config)
-        say(f"starting the engine; what it has to say is in {log}")
-        with chatter_to(log):
-            _warm[key] = VLLMEngine(config, policy_directory)
+        say(f"starting the engine; what it has to say is in {local_log(config)}")
+        _warm[key] = VLLMEngine(config, policy_directory)
     engine = _warm[key]
     engine.load(policy_directory)
     return engine

@@ -13,6 +13,7 @@ import numpy as np
 from tasks.config import SamplingConfig
 from tasks.generate.engine import Engine, EngineError, Request
 from tasks.generate.scheduler import Scheduler
+from tasks.report.timeline import Timeline
 from tasks.rewards.scoring import Scorer
 from tasks.trajectory import Trajectory
 
@@ -54,25 +55,32 @@ def roll_out(
     scorer: Scorer,
     sampler: Sampler,
     *,
+    timeline: Timeline | None = None,
     progress: Callable[[Scheduler, float], None] = lambda *_: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[list[Trajectory], str]:
     """Sample until a stop rule fires; returns every trajectory as it stands, and the rule that fired.
 
     Scores that are ready at the cut count; the others are not waited for, and their trajectories stay `finished`.
+    `timeline` is told of every trajectory that enters or leaves the engine.
     Raises EngineError if the engine holds other weights than the scheduler labels tokens with, or cannot let go.
     """
     if engine.version != scheduler.version:
         raise EngineError(f"the engine holds version {engine.version}, the stage samples version {scheduler.version}")
+    timeline = timeline or Timeline()
     keys = {}
     start = clock()
     while (reason := scheduler.stop_reason(clock() - start)) is None:
         for row in scheduler.admit():
             keys[request_id(row)] = row.key
             engine.admit(sampler.request(row), sampler.sampling)
+            timeline.enter(row, clock() - start)
         if scheduler.in_flight:
             for delta in engine.step():
-                scheduler.receive(keys[delta.request_id], delta.tokens, delta.logprobs, delta.finish_reason)
+                key = keys[delta.request_id]
+                ended = scheduler.receive(key, delta.tokens, delta.logprobs, delta.finish_reason)
+                if ended is not None:
+                    timeline.leave(ended, clock() - start)
             scheduler.engine_steps += 1
         for row in scheduler.take_unscored():
             sampler.submit(row, scorer)
@@ -80,6 +88,10 @@ def roll_out(
             scheduler.score(row)
         progress(scheduler, clock() - start)
     engine.abort_all()
+    seconds = clock() - start
     for row in scorer.ready():
         scheduler.score(row)
-    return scheduler.cut(), reason
+    rows = scheduler.cut()
+    for row in rows:
+        timeline.leave(row, seconds)
+    return rows, reason

@@ -64,6 +64,7 @@ class Scheduler:
         self.iteration = iteration
         self.wait_for_all = wait_for_all
         self.sampled_tokens = 0
+        self.reprefilled_tokens = 0  # prompt and kept tokens of the resumed ones, computed once more
         self.engine_steps = 0
         self._draw = draw
         self._running: dict[Key, Running] = {}
@@ -117,6 +118,7 @@ class Scheduler:
         while len(self._running) < self.max_in_flight and (self._waiting or self._draw_group()):
             row = self._waiting.popleft()
             self._running[row.key] = Running(row)
+            self.reprefilled_tokens += len(row.prompt_tokens) + row.tokens if row.tokens else 0
             admitted.append(row)
         return admitted
 

@@ -6,7 +6,7 @@ import hashlib
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tasks.carry_over.shards import Shards, read_shards, write_shards
 from tasks.config import RunConfig
@@ -15,9 +15,20 @@ from tasks.generate.rollout import Sampler, roll_out
 from tasks.generate.scheduler import Scheduler, StopRules
 from tasks.policy import Policy, read_policy
 from tasks.prompts import DataError, Draws, PromptSet, tokenizer_sha256, warm_prompts
+from tasks.report.decks import generate_deck
 from tasks.report.progress import stage_progress
+from tasks.report.timeline import Timeline
 from tasks.rewards.scoring import Scorer
-from tasks.trajectory import Status
+from tasks.trajectory import Status, Trajectory
+
+
+class Rollouts(NamedTuple):
+    """`rows`: all trajectories as they stood at the cut, which `reason` explains."""
+
+    rows: list[Trajectory]
+    reason: str
+    timeline: Timeline
+    metrics: dict[str, float]
 
 
 def fingerprints(config: RunConfig, model_directory: str, prompts: PromptSet) -> dict[str, str]:
@@ -34,10 +45,10 @@ def fingerprints(config: RunConfig, model_directory: str, prompts: PromptSet) ->
 
 def generate_rollouts(
     config: RunConfig, iteration: int, policy_directory: str, carry_directory: str, directory: str
-) -> dict[str, float]:
-    """Sample under the policy until a stop rule fires; writes all trajectories to `directory`, returns the metrics.
+) -> tuple[dict[str, float], str]:
+    """Sample under the policy until a stop rule fires; writes all trajectories to `directory`.
 
-    Raises DataError, ShardError or EngineError before anything is sampled.
+    Returns the metrics and the stage's pictures. Raises DataError, ShardError or EngineError before any sampling.
     """
     began = time.monotonic()
     tokenizer, prompts = warm_prompts(config.data.train, policy_directory, config)
@@ -49,11 +60,20 @@ def generate_rollouts(
             f"{carry_directory}: its trajectories were sampled with another {' and '.join(changed)}; continue with the "
             "recipe they were sampled with, or start a run without resume"
         )
+    policy = read_policy(policy_directory)
+    loading_began = time.monotonic()
     engine = warm_engine(config, policy_directory)
-    metrics = sample_iteration(
-        config, iteration, read_policy(policy_directory), engine, tokenizer, prompts, carry, current, directory
+    engine_seconds = time.monotonic() - loading_began
+    rollouts = sample_iteration(config, iteration, policy, engine, tokenizer, prompts, carry, current, directory)
+    metrics = rollouts.metrics | {
+        "generate/seconds": time.monotonic() - began,
+        "generate/engine_seconds": engine_seconds,
+        "generate/dropped_prompts": float(prompts.dropped),
+    }
+    deck = generate_deck(
+        rollouts.timeline, rollouts.rows, policy.version, rollouts.reason, tokenizer.decode, rollouts.metrics
     )
-    return metrics | {"generate/seconds": time.monotonic() - began, "generate/dropped_prompts": float(prompts.dropped)}
+    return metrics, deck
 
 
 def sample_iteration(
@@ -66,7 +86,7 @@ def sample_iteration(
     carry: Shards,
     current_fingerprints: dict[str, str],
     directory: str,
-) -> dict[str, float]:
+) -> Rollouts:
     """`generate_rollouts` with an engine that holds the policy, and everything read and checked."""
     partial_rollout, carried = config.partial_rollout, list(carry)
     if carried and not partial_rollout.enabled:
@@ -99,6 +119,7 @@ def sample_iteration(
     )
     extra_info = {prompt.prompt_id: prompt.extra_info for prompt in prompts.prompts}
     sampler = Sampler(config.sampling, config.seed, tokenizer, extra_info)
+    timeline = Timeline()
     sampling_began = time.monotonic()
     with (
         Scorer(config.reward, config.sampling.max_response_tokens) as scorer,
@@ -112,7 +133,7 @@ def sample_iteration(
                 f"{now.informative_groups} groups ready, {now.in_flight} in flight, {rate:,.0f} tokens/s",
             )
 
-        rows, reason = roll_out(engine, scheduler, scorer, sampler, progress=progress)
+        rows, reason = roll_out(engine, scheduler, scorer, sampler, timeline=timeline, progress=progress)
     sampling_seconds = time.monotonic() - sampling_began
     write_shards(
         rows,
@@ -135,6 +156,7 @@ def sample_iteration(
         "generate/sampling_seconds": sampling_seconds,
         "generate/tokens": scheduler.sampled_tokens,
         "generate/tokens_per_second": scheduler.sampled_tokens / max(sampling_seconds, 1e-9),
+        "generate/reprefilled_tokens": scheduler.reprefilled_tokens,
         "generate/engine_steps": scheduler.engine_steps,
         "generate/drawn_groups": draws.cursor - carry.manifest.cursor,
         "generate/cut_trajectories": sum(row.status == Status.PARTIAL for row in rows),
@@ -142,4 +164,4 @@ def sample_iteration(
         "generate/unscored_trajectories": sum(row.status == Status.FINISHED for row in rows),
         "generate/failed_scores": len(scorer.examples),
     }
-    return {name: float(value) for name, value in metrics.items()}
+    return Rollouts(rows, reason, timeline, {name: float(value) for name, value in metrics.items()})

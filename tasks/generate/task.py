@@ -9,7 +9,9 @@ from flytekit.types.directory import FlyteDirectory
 
 from tasks.config import RunConfig
 from tasks.generate.stage import generate_rollouts
-from tasks.storage import stage_output
+from tasks.report.decks import publish_deck
+from tasks.report.progress import chatter_to
+from tasks.storage import local_log, stage_output
 
 
 class Generated(NamedTuple):
@@ -19,9 +21,10 @@ class Generated(NamedTuple):
     metrics: dict[str, float]
 
 
-@task
+@task(enable_deck=True, deck_fields=())
 def generate(config: RunConfig, iteration: int, policy: FlyteDirectory, carry: FlyteDirectory) -> Generated:
     """Continue the carried trajectories and start new ones under `policy`, until enough groups are ready."""
-    with stage_output(config, "rollouts", iteration) as output:
-        metrics = generate_rollouts(config, iteration, policy.download(), carry.download(), output.path)
+    with chatter_to(local_log(config)), stage_output(config, "rollouts", iteration) as output:
+        metrics, deck = generate_rollouts(config, iteration, policy.download(), carry.download(), output.path)
+    publish_deck(config, "generate", iteration, deck)
     return Generated(output.directory, metrics)

@@ -24,7 +24,10 @@ def say(line: str) -> None:
 
 @contextmanager
 def chatter_to(log: Path) -> Iterator[None]:
-    """What libraries write to standard error meanwhile goes to the end of `log`, also from native code."""
+    """What libraries write to standard error meanwhile goes to the end of `log`, also from native code and children.
+
+    When the stage fails, the place of the log is said.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stderr.flush()
     screen = os.dup(2)
@@ -32,6 +35,9 @@ def chatter_to(log: Path) -> Iterator[None]:
         os.dup2(file.fileno(), 2)
     try:
         yield
+    except BaseException:
+        say(f"the stage failed; what the libraries said meanwhile is in {log}")
+        raise
     finally:
         sys.stderr.flush()
         os.dup2(screen, 2)
@@ -42,7 +48,7 @@ def chatter_to(log: Path) -> Iterator[None]:
 def stage_progress(stage: str, total: float) -> Iterator[Update]:
     """Yields `update(done, text)`; `done` counts up to `total`. The bar vanishes when the stage ends."""
     console = Console()
-    if not console.is_terminal:
+    if not console.is_terminal or os.environ.get("CI"):
         yield _plain_updates(stage, total)
         return
     columns = (

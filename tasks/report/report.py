@@ -1,139 +1,274 @@
-"""The report of a run: `metrics.parquet` (one row an iteration) and `report.html` (pictures of it, self-contained)."""
+"""The report of a run: `metrics.parquet` (one row an iteration) and `report.html` (pictures of it), renewed by every
+iteration."""
 
 from __future__ import annotations
 
-import html
-import io
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import fsspec
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from tasks.config import RunConfig
+from tasks.report.metrics import METRICS
+from tasks.report.page import (
+    Paint,
+    body,
+    curves,
+    escape,
+    figure,
+    figures,
+    heading,
+    number,
+    page,
+    paragraph,
+    stacked,
+    table,
+    tiles,
+)
+from tasks.storage import write_file, write_table
+
+History = Sequence[dict[str, float]]
 
 
-@dataclass(frozen=True)
-class Figure:
-    """One picture: curves over iterations, each a metric's name and its legend."""
+class Chart(NamedTuple):
+    """Curves over iterations: each a metric and its legend; the unit is the metric's."""
 
     title: str
-    unit: str
-    curves: tuple[tuple[str, str], ...]
+    lines: tuple[tuple[str, str], ...]
+    kind: str = "curves"  # curves, log or stacked
 
 
-FIGURES = (
-    Figure("Reward", "mean of scored responses", (("carry/reward", "reward"),)),
-    Figure("Accuracy", "share right", (("carry/accuracy", "training prompts"), ("evaluate/accuracy", "held-out"))),
-    Figure(
-        "Response length", "tokens", (("carry/response_tokens", "scored"), ("carry/trained_response_tokens", "trained"))
-    ),
-    Figure(
-        "Groups",
-        "per iteration",
-        (
-            ("ledger/groups_trained", "trained"),
-            ("ledger/groups_filtered", "filtered"),
-            ("ledger/groups_carried_out", "carried"),
+SECTIONS: dict[str, tuple[Chart, ...]] = {
+    "Learning": (
+        Chart("Reward", (("carry/reward", "ready groups"),)),
+        Chart(
+            "Accuracy",
+            (
+                ("carry/accuracy", "training prompts"),
+                ("evaluate/accuracy", "held-out"),
+                ("carry/trained_accuracy", "batch"),
+            ),
+        ),
+        Chart(
+            "Response length",
+            (
+                ("carry/response_tokens", "ready groups"),
+                ("carry/trained_response_tokens", "batch"),
+                ("evaluate/response_tokens", "held-out"),
+            ),
+        ),
+        Chart(
+            "Truncated responses", (("carry/truncated_share", "ready groups"), ("evaluate/truncated_share", "held-out"))
         ),
     ),
-    Figure(
-        "Off-policy",
-        "share of trained tokens",
-        (("carry/off_policy_share", "older weights"), ("carry/resumed_share", "cut and resumed")),
+    "Policy": (
+        Chart("Entropy", (("train/entropy", "policy"),)),
+        Chart("Clipping", (("train/clip_fraction", "clipped"), ("train/dual_clip_fraction", "dual clip"))),
+        Chart("Divergence from the policy before the update", (("train/kl", "k3 estimate"),)),
+        Chart("Gradient norm", (("train/gradient_norm", "before clipping"),)),
+        Chart("Loss", (("train/loss", "objective"),)),
+        Chart("Learning rate", (("train/learning_rate", "AdamW"),)),
     ),
-    Figure(
-        "Staleness", "weight versions", (("carry/mean_version_lag", "mean lag"), ("carry/max_version_lag", "max lag"))
+    "Old tokens": (
+        Chart("Off-policy", (("carry/off_policy_share", "older weights"), ("carry/resumed_share", "cut and resumed"))),
+        Chart("Staleness", (("carry/mean_version_lag", "mean lag"), ("carry/max_version_lag", "greatest lag"))),
+        Chart(
+            "Importance weights",
+            (("train/importance_weight", "mean"), ("train/effective_sample_share", "effective sample share")),
+        ),
+        Chart(
+            "Engine and trainer",
+            (("train/logprob_difference_fresh", "fresh tokens"), ("train/logprob_difference_stale", "stale tokens")),
+            "log",
+        ),
     ),
-    Figure("Throughput", "tokens/s of generate", (("generate/tokens_per_second", "sampled"),)),
-    Figure(
-        "Time",
-        "seconds per stage",
-        (("generate/seconds", "generate"), ("carry/seconds", "carry-over"), ("train/seconds", "train")),
+    "Books": (
+        Chart(
+            "Where groups went",
+            tuple(
+                (f"ledger/groups_{name}", name.replace("_out", ""))
+                for name in ("trained", "filtered", "failed", "discarded", "carried_out")
+            ),
+            "stacked",
+        ),
+        Chart(
+            "Where tokens went",
+            tuple(
+                (f"ledger/tokens_{name}", name.replace("_out", ""))
+                for name in ("trained", "masked", "filtered", "failed", "discarded", "carried_out")
+            ),
+            "stacked",
+        ),
+        Chart(
+            "Cut and resumed",
+            (("generate/cut_trajectories", "cut"), ("generate/resumed_trajectories", "resumed")),
+        ),
     ),
-    Figure("Entropy", "nats per token", (("train/entropy", "policy"),)),
-    Figure(
-        "Clipping", "share of tokens", (("train/clip_fraction", "clipped"), ("train/dual_clip_fraction", "dual clip"))
+    "Speed": (
+        Chart("Sampling", (("generate/tokens_per_second", "sampled"),)),
+        Chart(
+            "Time of an iteration",
+            (("generate/seconds", "generate"), ("carry/seconds", "carry-over"), ("train/seconds", "train")),
+            "stacked",
+        ),
+        Chart("Computed once more", (("generate/reprefilled_tokens", "prompt and kept tokens"),)),
     ),
-    Figure(
-        "Engine and trainer",
-        "mean |log-prob difference|",
-        (("train/logprob_difference_fresh", "fresh tokens"), ("train/logprob_difference_stale", "stale tokens")),
-    ),
-    Figure("Gradient norm", "before clipping", (("train/gradient_norm", "mean over updates"),)),
-)
+}
 
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2rem auto; padding: 0 1rem; }}
-.figures {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(360px, 1fr)); gap: 1rem; }}
-svg {{ width: 100%; height: auto; }}
-svg text {{ fill: currentColor; }}
-pre {{ overflow-x: auto; font-size: 12px; }}
-</style></head><body><h1>{title}</h1><p>{summary}</p><div class="figures">{figures}</div>
-<h2>Recipe</h2><pre>{recipe}</pre></body></html>
-"""
 
-
-def write_report(config: RunConfig, history: Sequence[dict[str, float]]) -> None:
-    """Write `metrics.parquet` and `report.html` into the run's directory."""
+def metrics_table(history: History) -> pa.Table:
     names = sorted({name for row in history for name in row})
-    table = pa.table({name: pa.array([row.get(name) for row in history], pa.float64()) for name in names})
-    with fsspec.open(f"{config.run_directory}/metrics.parquet", "wb") as file:
-        pq.write_table(table, file)
-    page = PAGE.format(
-        title=html.escape(f"Run {config.name}"),
-        summary=html.escape(summary(history)),
-        figures="".join(draw_figure(figure, history) for figure in FIGURES),
-        recipe=html.escape(config.model_dump_json(indent=2)),
+    return pa.table({name: pa.array([row.get(name) for row in history], pa.float64()) for name in names})
+
+
+def write_report(config: RunConfig, history: History) -> str:
+    """Write `metrics.parquet` and `report.html` into the run's directory; returns the report's body, for a deck."""
+    write_table(f"{config.run_directory}/metrics.parquet", metrics_table(history))
+    content = report_body(config, history)
+    write_file(f"{config.run_directory}/report.html", page(f"Run {config.name}", content).encode())
+    return content
+
+
+def report_body(config: RunConfig, history: History) -> str:
+    """What `report.html` shows of a run, as the inside of a page."""
+    parts = [heading(f"Run {config.name}", 1), paragraph(summary(history)), tiles(_tiles(config, history))]
+    findings = "".join(
+        f'<li class="{"fine" if fine else "look"}">{escape(text)}</li>' for fine, text in health(config, history)
     )
-    with fsspec.open(f"{config.run_directory}/report.html", "wb") as file:
-        file.write(page.encode())
+    parts += [heading("Health"), f"<ul>{findings}</ul>"]
+    for section, charts in SECTIONS.items():
+        drawn = [(chart, _lines(chart, history)) for chart in charts]
+        parts += [heading(section), figures(_draw(chart, lines) for chart, lines in drawn if lines)]
+    parts += [heading("Every metric"), _metric_table(history)]
+    parts += [heading("Recipe"), f"<pre>{escape(config.model_dump_json(indent=2))}</pre>"]
+    return body(*parts)
 
 
-def summary(history: Sequence[dict[str, float]]) -> str:
+def summary(history: History) -> str:
     """The run in a sentence or two."""
-    held_out = [row["evaluate/accuracy"] for row in history if "evaluate/accuracy" in row]
-    trained = [row for row in history if "carry/reward" in row]
+    held_out = _known(history, "evaluate/accuracy")
+    trained = _iterations(history)
     parts = [f"{len(trained)} iterations"]
     if len(held_out) > 1:
         parts.append(f"held-out accuracy from {held_out[0]:.3f} to {held_out[-1]:.3f}")
     if trained:
-        tokens = sum(row["ledger/tokens_trained"] + row["ledger/tokens_masked"] for row in trained)
-        resumed = sum(
-            row["carry/resumed_share"] * (row["ledger/tokens_trained"] + row["ledger/tokens_masked"]) for row in trained
-        )
-        parts.append(f"{resumed / max(tokens, 1):.0%} of the trained tokens from responses that were cut and resumed")
+        tokens = [row["ledger/tokens_trained"] + row["ledger/tokens_masked"] for row in trained]
+        resumed = np.dot([row["carry/resumed_share"] for row in trained], tokens)
         parts.append(
-            f"{np.median([row['generate/tokens_per_second'] for row in trained]):,.0f} tokens/s sampled (median)"
+            f"{resumed / max(sum(tokens), 1):.0%} of the trained tokens from responses that were cut and resumed"
         )
+        parts.append(f"{np.median(_known(trained, 'generate/tokens_per_second')):,.0f} tokens/s sampled (median)")
     return "; ".join(parts)
 
 
-def draw_figure(figure: Figure, history: Sequence[dict[str, float]]) -> str:
-    """One picture as inline SVG; the colours of axes and text follow the page's light or dark scheme."""
-    import matplotlib
+def health(config: RunConfig, history: History) -> list[tuple[bool, str]]:
+    """What to know before any curve: (fine, statement) of everything that would make a run worthless or slow."""
+    rows = _iterations(history)
+    if not rows:
+        return [(False, "no iteration is complete yet")]
+    last = rows[-1]
 
-    matplotlib.use("svg")
-    from matplotlib import pyplot
+    def total(name: str) -> int:
+        return int(sum(_known(rows, name)))
 
-    with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": figure.title, "font.size": 9}):
-        drawn, axes = pyplot.subplots(figsize=(4.2, 2.6), layout="constrained")
-        for name, label in figure.curves:
-            points = [(row["iteration"], row[name]) for row in history if name in row]
-            if points:
-                axes.plot(*zip(*points, strict=True), label=label, marker="." if len(points) < 60 else "")
-        axes.set_title(figure.title)
-        axes.set_ylabel(figure.unit)
-        axes.set_xlabel("iteration")
-        axes.spines[["top", "right"]].set_visible(False)
-        if len(axes.lines) > 1:
-            axes.legend(frameon=False)
-        sink = io.StringIO()
-        drawn.savefig(sink, format="svg", transparent=True, metadata={"Date": None})
-        pyplot.close(drawn)
-    svg = sink.getvalue()
-    return svg[svg.index("<svg") :].replace("#000000", "currentColor")
+    short = sum(row["ledger/groups_trained"] < config.train.batch_groups for row in rows)
+    failed, scored = total("generate/failed_scores"), max(total("carry/scored_groups") * config.train.group_size, 1)
+    findings = [
+        (
+            all(map(_balanced, rows)),
+            f"books of groups and tokens balance in {sum(map(_balanced, rows))} of {len(rows)} iterations",
+        ),
+        (not short, f"{len(rows) - short} of {len(rows)} batches were full ({config.train.batch_groups} groups)"),
+        (failed <= 0.01 * scored, f"{failed} scores failed"),
+        (not total("carry/quarantined_rows"), f"{total('carry/quarantined_rows')} rows were put aside as broken"),
+        (
+            not total("train/skipped_updates") + total("train/nonfinite_tokens"),
+            f"{total('train/skipped_updates')} updates were skipped, "
+            f"{total('train/nonfinite_tokens')} tokens had no finite log-prob",
+        ),
+        (
+            last["carry/truncated_share"] < 0.2,
+            f"{last['carry/truncated_share']:.0%} of the newest responses ended by their budget",
+        ),
+    ]
+    fresh = _known(rows, "train/logprob_difference_fresh")
+    if fresh:
+        limit = config.objective.max_logprob_difference or 0.05
+        findings.append(
+            (max(fresh) <= limit, f"engine and trainer differ by at most {max(fresh):.2g} nats on fresh tokens")
+        )
+    entropy = _known(rows, "train/entropy")
+    if entropy:
+        findings.append(
+            (entropy[-1] > 0.1 * entropy[0], f"entropy went from {entropy[0]:.3g} to {entropy[-1]:.3g} nats")
+        )
+    return findings
+
+
+def _balanced(row: dict[str, float]) -> bool:
+    return all(
+        row[f"ledger/{kind}_carried_in"] + row[f"ledger/{kind}_entered"]
+        == sum(
+            row[f"ledger/{kind}_{name}"]
+            for name in ("trained", "masked", "filtered", "failed", "discarded", "carried_out")
+        )
+        for kind in ("groups", "tokens")
+    )
+
+
+def _tiles(config: RunConfig, history: History) -> list[tuple[str, str]]:
+    rows = _iterations(history)
+    if not rows:
+        return []
+    held_out = _known(history, "evaluate/accuracy")
+    seconds = [row["generate/seconds"] + row["carry/seconds"] + row["train/seconds"] for row in rows]
+    return [
+        (f"{len(rows)} / {config.iterations}", "iterations"),
+        (number(rows[-1]["carry/reward"], "+.3f"), "reward, newest"),
+        (number(held_out[-1] if held_out else math.nan, ".3f"), "held-out accuracy, newest"),
+        (f"{np.median(_known(rows, 'generate/tokens_per_second')):,.0f}", "tokens/s sampled, median"),
+        (f"{np.median(seconds):,.1f} s", "an iteration, median"),
+        (f"{rows[-1]['carry/off_policy_share']:.0%}", "of the newest batch off-policy"),
+    ]
+
+
+def _lines(chart: Chart, history: History) -> list[tuple[str, list[float], list[float]]]:
+    lines = []
+    for name, label in chart.lines:
+        points = [(row["iteration"], row[name]) for row in history if math.isfinite(row.get(name, math.nan))]
+        if points and not (chart.kind == "log" and max(y for _, y in points) <= 0):
+            x, y = zip(*points, strict=True)
+            lines.append((label, list(x), list(y)))
+    return lines
+
+
+def _draw(chart: Chart, lines: list[tuple[str, list[float], list[float]]]) -> str:
+    unit = METRICS[chart.lines[0][0]].unit
+    paint: Paint = (
+        stacked("iteration", unit, lines)
+        if chart.kind == "stacked"
+        else curves("iteration", unit, lines, log=chart.kind == "log")
+    )
+    return figure(chart.title, paint)
+
+
+def _metric_table(history: History) -> str:
+    rows = []
+    for name, metric in METRICS.items():
+        values = _known(history, name)
+        if values and name != "iteration":
+            rows.append(
+                (name, metric.unit, metric.meaning, number(values[-1]), number(min(values)), number(max(values)))
+            )
+    return table(("metric", "unit", "meaning", "newest", "least", "greatest"), rows, numeric=3)
+
+
+def _iterations(history: History) -> list[dict[str, float]]:
+    """Without the row after the last iteration, which holds an evaluation only."""
+    return [row for row in history if "carry/reward" in row]
+
+
+def _known(history: History, name: str) -> list[float]:
+    return [row[name] for row in history if math.isfinite(row.get(name, math.nan))]

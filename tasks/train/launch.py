@@ -4,7 +4,7 @@ With one rank it runs in this process; with more, torchrun's agent starts `run_r
 and ends them all as soon as one fails. Orders and results are JSON files in a temporary folder:
 
     order.json      config and directories
-    metrics.json    what rank 0 returned
+    result.json     what rank 0 returned
     error-1.json    what rank 1 died of, and when
 """
 
@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tasks.config import RunConfig
-from tasks.train.stage import Directories, train_policy
+from tasks.train.stage import Directories, TrainResult, train_policy
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,8 +35,8 @@ class RankError(RuntimeError):
     """A rank failed; the message is that of the first one to fail."""
 
 
-def train_on_ranks(config: RunConfig, directories: Directories) -> dict[str, float]:
-    """`train_policy` on `train.ranks` ranks of this machine; returns rank 0's metrics. Raises RankError."""
+def train_on_ranks(config: RunConfig, directories: Directories) -> TrainResult:
+    """`train_policy` on `train.ranks` ranks of this machine; returns rank 0's result. Raises RankError."""
     if config.train.ranks == 1:
         return train_policy(config, directories)
     launch = LaunchConfig(
@@ -58,7 +58,7 @@ def train_on_ranks(config: RunConfig, directories: Directories) -> dict[str, flo
             elastic_launch(launch, sys.executable)("-c", program, str(ROOT), folder)
         except ChildFailedError as error:
             raise RankError(_cause(error.failures, folder, config.train.ranks)) from None
-        return json.loads(Path(folder, "metrics.json").read_text())
+        return TrainResult(**json.loads(Path(folder, "result.json").read_text()))
 
 
 @contextmanager
@@ -95,13 +95,13 @@ def run_rank() -> None:
     torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
     try:
         content = json.loads((folder / "order.json").read_text())
-        metrics = train_policy(RunConfig.model_validate(content["config"]), Directories(**content["directories"]))
+        result = train_policy(RunConfig.model_validate(content["config"]), Directories(**content["directories"]))
     except BaseException as error:
         report = {"rank": rank, "monotonic_ns": time.monotonic_ns(), "message": f"{type(error).__name__}: {error}"}
         (folder / f"error-{rank}.json").write_text(json.dumps(report))
         raise
     if rank == 0:
-        (folder / "metrics.json").write_text(json.dumps(metrics))
+        (folder / "result.json").write_text(json.dumps(result._asdict()))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # all is on disk; on an orderly exit gloo's threads now and then abort the process

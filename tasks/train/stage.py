@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +24,13 @@ from tasks.train.checkpoint import load_optimizer, new_optimizer, save_optimizer
 from tasks.train.fsdp import PolicyModel, load_model, local_device, process_group
 from tasks.train.objective import dapo_loss
 from tasks.trajectory import TrainingRow
+
+
+class TrainResult(NamedTuple):
+    """`metrics`: of the stage, means over updates where there are several; `updates`: of each update, in order."""
+
+    metrics: dict[str, float]
+    updates: list[dict[str, float]]
 
 
 class LogprobMismatchError(RuntimeError):
@@ -55,8 +63,8 @@ class Share:
             yield batch.to(device), proximal.to(device)
 
 
-def train_policy(config: RunConfig, directories: Directories) -> dict[str, float]:
-    """One iteration of DAPO on the batch; writes the next policy and its optimizer, returns metrics over all ranks.
+def train_policy(config: RunConfig, directories: Directories) -> TrainResult:
+    """One iteration of DAPO on the batch; writes the next policy and its optimizer. Metrics are over all ranks.
 
     Called on every rank of a torchrun job, or alone; the process is left as it was. Without anything to train on the
     next policy has the weights of this one. Raises ShardError, PolicyError, OptimizerError, ModelError or
@@ -108,7 +116,7 @@ def train_policy(config: RunConfig, directories: Directories) -> dict[str, float
         "nonfinite_tokens": sum(update["nonfinite_tokens"] for update in measured),
         "seconds": time.monotonic() - began,
     }
-    return {f"train/{name}": float(value) for name, value in metrics.items()}
+    return TrainResult({f"train/{name}": float(value) for name, value in metrics.items()}, measured)
 
 
 def learning_rate(config: RunConfig, updates: int) -> float:

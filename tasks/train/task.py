@@ -9,7 +9,9 @@ from flytekit.types.directory import FlyteDirectory
 
 from tasks.carry_over.shards import read_shards
 from tasks.config import RunConfig
-from tasks.storage import stage_output
+from tasks.report.decks import publish_deck, train_deck
+from tasks.report.progress import chatter_to
+from tasks.storage import local_log, stage_output
 
 
 class Trained(NamedTuple):
@@ -21,18 +23,27 @@ class Trained(NamedTuple):
     metrics: dict[str, float]
 
 
-@task
+@task(enable_deck=True, deck_fields=())
 def train(
     config: RunConfig, iteration: int, policy: FlyteDirectory, optimizer: FlyteDirectory | None, batch: FlyteDirectory
 ) -> Trained:
     """Update `policy` on the batch. Without an update there is no new version."""
+    with chatter_to(local_log(config)):
+        return _train(config, iteration, policy, optimizer, batch)
+
+
+def _train(
+    config: RunConfig, iteration: int, policy: FlyteDirectory, optimizer: FlyteDirectory | None, batch: FlyteDirectory
+) -> Trained:
     from tasks.train.launch import train_on_ranks
     from tasks.train.stage import Directories
 
     shards = read_shards(batch.download())
     version = shards.manifest.extra["version"]
     if not len(shards):
-        return Trained(policy, optimizer, version, {"train/updates": 0.0, "train/seconds": 0.0})
+        nothing = {"train/updates": 0.0, "train/seconds": 0.0}
+        publish_deck(config, "train", iteration, train_deck([], nothing))
+        return Trained(policy, optimizer, version, nothing)
     with (
         stage_output(config, "policy", version + 1) as new_policy,
         stage_output(config, "optimizer", iteration + 1) as new_optimizer,
@@ -44,7 +55,8 @@ def train(
             new_policy=new_policy.path,
             new_optimizer=new_optimizer.path,
         )
-        metrics = train_on_ranks(config, directories)
+        metrics, updates = train_on_ranks(config, directories)
+    publish_deck(config, "train", iteration, train_deck(updates, metrics))
     if not metrics["train/updates"]:
         return Trained(policy, optimizer, version, metrics)
     return Trained(new_policy.directory, new_optimizer.directory, version + 1, metrics)

@@ -76,7 +76,7 @@ class Bench:
     def train(self, config: RunConfig, rows, name="next", policy=None, optimizer=None) -> dict[str, float]:
         """Writes `<name>-policy` and `<name>-optimizer`; returns the metrics without their prefix."""
         write_shards(rows, str(self.folder / f"{name}-batch"), schema=BATCH_SCHEMA)
-        metrics = train_on_ranks(
+        result = train_on_ranks(
             config,
             Directories(
                 policy=policy or self.policy,
@@ -86,7 +86,7 @@ class Bench:
                 new_optimizer=self.path(name, "optimizer"),
             ),
         )
-        return {key.removeprefix("train/"): value for key, value in metrics.items()}
+        return {key.removeprefix("train/"): value for key, value in result.metrics.items()}
 
     def path(self, name: str, kind: str) -> str:
         return str(self.folder / f"{name}-{kind}")

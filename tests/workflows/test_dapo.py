@@ -16,6 +16,7 @@ import yaml
 
 from conftest import recipe, write_prompts
 from tasks.carry_over.shards import read_shards
+from tasks.report.metrics import METRICS
 from tasks.storage import latest_state, read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -30,22 +31,25 @@ def write_recipe(folder: Path, model_directory: Path, **sections) -> Path:
         iterations=4,
         keep_last=100,
         model={"path": str(model_directory)},
-        data={"train": str(folder / "train.jsonl")},
+        data={"train": str(folder / "train.jsonl"), "heldout": str(folder / "train.jsonl")},
         reward={"function": "parity_reward:compute_score"},
+        evaluate={"every": 4},
         partial_rollout={"max_engine_steps": 40},
     )
     for name, value in sections.items():
-        settings[name] = settings[name] | value if isinstance(value, dict) else value
+        settings[name] = settings.get(name, {}) | value if isinstance(value, dict) else value
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(settings))
     return path
 
 
-def start(recipe_file: Path) -> subprocess.Popen:
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
+def start(recipe_file: Path, workflow: str = "dapo") -> subprocess.Popen:
+    temporary = recipe_file.parent / "tmp"  # where a local Flyte keeps what its console would show
+    temporary.mkdir(exist_ok=True)
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "TMPDIR": str(temporary)}
     pyflyte = Path(sys.executable).with_name("pyflyte")
     return subprocess.Popen(
-        [pyflyte, "run", "workflows/dapo.py", "dapo", "--config", recipe_file],
+        [pyflyte, "run", f"workflows/{workflow}.py", workflow, "--config", recipe_file],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -54,8 +58,8 @@ def start(recipe_file: Path) -> subprocess.Popen:
     )
 
 
-def run(recipe_file: Path) -> tuple[int, str]:
-    process = start(recipe_file)
+def run(recipe_file: Path, workflow: str = "dapo") -> tuple[int, str]:
+    process = start(recipe_file, workflow)
     output, _ = process.communicate(timeout=240)
     return process.returncode, output
 
@@ -85,10 +89,43 @@ def test_run_leaves_policy_metrics_report_and_state(undisturbed):
     directory, output = undisturbed
     assert f"everything is in {directory}/" in output
     assert latest_state(str(directory)).iteration == 4
-    assert pq.read_table(directory / "metrics.parquet").num_rows == 4
-    assert "<svg" in (directory / "report.html").read_text()
+    assert pq.read_table(directory / "metrics.parquet").num_rows == 5  # and the evaluation after the last
+    assert "5 iterations" not in (directory / "report.html").read_text()
     manifest = json.loads((directory / latest_state(str(directory)).policy / "policy.json").read_text())
     assert manifest["version"] >= 2
+
+
+def test_every_metric_of_a_run_is_documented_and_every_documented_one_is_measured(undisturbed):
+    assert set(pq.read_table(undisturbed[0] / "metrics.parquet").column_names) == METRICS.keys()
+
+
+def test_every_stage_leaves_its_pictures_and_every_response_its_record(undisturbed):
+    directory, _ = undisturbed
+    names = {"generate.html", "carry-over.html", "train.html"}
+    assert all({path.name for path in folder.iterdir()} == names for folder in (directory / "decks").iterdir())
+    for iteration, metrics in enumerate(read_metrics(str(directory))[:4]):
+        responses = pq.read_table(directory / "responses" / f"{iteration:04d}.parquet").to_pylist()
+        for outcome in ("trained", "filtered", "failed"):
+            tokens = sum(row["tokens"] for row in responses if row["outcome"] == outcome)
+            booked = metrics[f"ledger/tokens_{outcome}"]
+            assert tokens == booked + (metrics["ledger/tokens_masked"] if outcome == "trained" else 0)
+
+
+def test_every_stage_has_a_deck_in_flyte(undisturbed):
+    decks = [path.read_text() for path in (undisturbed[0].parents[1] / "tmp").rglob("deck.html")]
+    for shown in ("Every slot of the engine", "What came in, on the left", "tokens trained", "Every metric"):
+        assert sum(shown in deck for deck in decks) >= 4, shown
+
+
+def test_the_report_shows_the_newest_iteration_while_the_run_goes_on(undisturbed, tmp_path, tiny_model):
+    process = start(write_recipe(tmp_path, tiny_model))
+    report = tmp_path / "runs" / "run" / "report.html"
+    while not report.exists():
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.01)
+    assert "1 / 4" in report.read_text()
+    process.kill()
+    process.communicate()
 
 
 def test_every_iteration_is_printed_with_balanced_books(undisturbed):
@@ -154,7 +191,7 @@ def test_a_taken_name_gets_a_number(undisturbed, tiny_model):
     code, output = run(write_recipe(folder, tiny_model, iterations=1))
     assert code == 0, output
     assert books(directory) == before
-    assert len(books(directory.with_name("run-2"))) == 1
+    assert latest_state(str(directory.with_name("run-2"))).iteration == 1
 
 
 @pytest.mark.parametrize(
