@@ -133,6 +133,9 @@ class PartialRolloutConfig(Settings):
     on_stale: Literal["mask", "reroll"] = "mask"
     """Older tokens: leave them out of the loss, or restart that member alone."""
 
+    flush_seconds: PositiveFloat = 20.0
+    """Seconds of sampling between two flushes: the most that a killed stage samples again."""
+
     max_rounds_without_progress: PositiveInt = 10
     """Iterations in a row without a single informative group after which the run ends, saying what it saw."""
 

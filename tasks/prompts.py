@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from tasks.config import DataConfig, RunConfig
+from tasks.faults import named_faults
 from tasks.trajectory import Trajectory
 
 COLUMNS = ("data_source", "prompt", "reward_model")
@@ -73,7 +74,7 @@ def _rows(path: str) -> Iterator[dict[str, Any]]:
     if kind not in (".parquet", ".jsonl"):
         raise DataError(f"{path}: cannot read {kind or 'a file without ending'}; give a .parquet or .jsonl file")
     try:
-        with fsspec.open(path, "rb") as file:
+        with named_faults(path), fsspec.open(path, "rb") as file:
             if kind == ".parquet":
                 table = pq.ParquetFile(file)
                 _require_columns(path, table.schema_arrow.names)

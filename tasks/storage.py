@@ -5,6 +5,7 @@
     <output>/<name>/metrics/0007.json   what iteration 7 measured
     <output>/<name>/responses/0007.parquet  what became of each response in iteration 7
     <output>/<name>/decks/0007/         pictures of the stages of iteration 7
+    <output>/<name>/flush/0007/         what iteration 7 had sampled at its last flush; gone once it is complete
     <output>/<name>/carry/0008/         the trajectories that iteration 8 continues
     <output>/<name>/optimizer/0008/     the optimizer that iteration 8 starts with
     <output>/<name>/policy/0005/        the weights of version 5
@@ -30,6 +31,7 @@ import pyarrow.parquet as pq
 from flytekit.types.directory import FlyteDirectory
 
 from tasks.config import ConfigError, RunConfig
+from tasks.faults import named_faults
 
 
 @dataclass
@@ -74,11 +76,12 @@ def fetch_model(path: str) -> str:
     """A model directory on this machine: the path itself, or a copy of what is at a URL."""
     if is_local(path):
         return path.removeprefix("file://")
-    filesystem, root = fsspec.core.url_to_fs(path)
-    if not filesystem.exists(root):
-        raise ConfigError(f"{path}: there is no model")
-    copy = tempfile.mkdtemp(prefix="model-")
-    filesystem.get(f"{root}/", f"{copy}/", recursive=True)
+    with named_faults(path):
+        filesystem, root = fsspec.core.url_to_fs(path)
+        if not filesystem.exists(root):
+            raise ConfigError(f"{path}: there is no model")
+        copy = tempfile.mkdtemp(prefix="model-")
+        filesystem.get(f"{root}/", f"{copy}/", recursive=True)
     return copy
 
 
@@ -118,6 +121,9 @@ def remove_superseded(run_directory: str, keep_last: int, keep_every: int) -> No
         if state not in kept:
             filesystem.rm_file(f"{root}/state/{state.iteration:04d}.json")
     newest = states[-1]
+    for path in filesystem.glob(f"{root}/flush/[0-9]*"):
+        if int(path.rsplit("/", 1)[-1]) < newest.iteration:
+            filesystem.rm(path, recursive=True)
     for stage in ("policy", "optimizer", "carry", "rollouts", "batch", "decks"):
         for path in filesystem.glob(f"{root}/{stage}/[0-9]*"):
             directory = f"{stage}/{path.rsplit('/', 1)[-1]}"
@@ -131,10 +137,11 @@ def read_metrics(run_directory: str) -> list[dict[str, float]]:
 
 
 def _numbered_json(run_directory: str, kind: str) -> list[dict]:
-    filesystem, root = fsspec.core.url_to_fs(f"{run_directory}/{kind}")
-    filesystem.invalidate_cache()
-    paths = sorted(filesystem.glob(f"{root}/[0-9]*.json"), key=lambda path: int(Path(path).stem))
-    contents = filesystem.cat(paths) if paths else {}  # an object store is asked for all of them at once
+    with named_faults(f"{run_directory}/{kind}"):
+        filesystem, root = fsspec.core.url_to_fs(f"{run_directory}/{kind}")
+        filesystem.invalidate_cache()
+        paths = sorted(filesystem.glob(f"{root}/[0-9]*.json"), key=lambda path: int(Path(path).stem))
+        contents = filesystem.cat(paths) if paths else {}  # an object store is asked for all of them at once
     return [json.loads(contents[path]) for path in paths]
 
 
@@ -152,6 +159,11 @@ def write_table(url: str, table: pa.Table) -> None:
 
 def write_file(url: str, content: bytes) -> None:
     """Write a small file at a local path or fsspec URL; a reader sees all of it or none."""
+    with named_faults(url):
+        _write_file(url, content)
+
+
+def _write_file(url: str, content: bytes) -> None:
     if not is_local(url):
         with fsspec.open(url, "wb") as file:
             file.write(content)

@@ -1,10 +1,10 @@
 """The real generate and carry-over stages over many iterations, engine scripted: nothing lost, doubled or biased."""
 
+import contextlib
 import functools
 import hashlib
 import random
 import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import recipe
-from scripted_engine import ScriptedEngine
+from scripted_engine import EngineDiedError, ScriptedEngine
 from tasks.carry_over.shards import read_shards, write_shards
 from tasks.carry_over.stage import NoProgressError, ScoreErrorRateError, carry_over_rollouts
 from tasks.config import RunConfig
@@ -71,11 +71,10 @@ class Loop:
     """A run in a folder: stages read what the ones before wrote, and nothing else, so any of them may run again."""
 
     def __init__(self, folder, prompts=50, function="test_loop:coin", length_of=heavy_tail, **sections):
-        self.folder = Path(folder)
         self.prompts = prompt_set(prompts)
         self.length_of = length_of
         reward = {"function": function, "max_error_rate": 1.0}
-        sections = {"sampling": {"max_response_tokens": 400}, "reward": reward} | sections
+        sections = {"output": str(folder), "sampling": {"max_response_tokens": 400}, "reward": reward} | sections
         self.config = RunConfig.model_validate(recipe(**sections))
         self.version = 0
         self.iteration = 0
@@ -83,14 +82,15 @@ class Loop:
         write_shards([], self.path("carry", 0))
 
     def path(self, stage, iteration):
-        return str(self.folder / stage / str(iteration))
+        return f"{self.config.run_directory}/{stage}/{iteration:04d}"
 
-    def generate(self, **partial_rollout):
+    def generate(self, dies_at_step=None, **partial_rollout):
+        """`dies_at_step`: the engine fails after so many steps, and the stage with it."""
         config = self.config.model_copy(
             update={"partial_rollout": self.config.partial_rollout.model_copy(update=partial_rollout)}
         )
         carry = read_shards(self.path("carry", self.iteration))
-        engine = ScriptedEngine(self.length_of, version=self.version)
+        engine = ScriptedEngine(self.length_of, version=self.version, dies_at_step=dies_at_step)
         policy = Policy(self.version, {})
         sample_iteration(
             config,
@@ -127,6 +127,7 @@ class Loop:
 @given(
     steps=st.lists(st.integers(1, 60), min_size=1, max_size=12),
     crashes=st.sets(st.integers(0, 23), max_size=6),
+    deaths=st.lists(st.integers(0, 40), max_size=12),
     on_stale=st.sampled_from(["mask", "reroll"]),
     unfinished=st.sampled_from(["carry", "carry", "discard"]),
     lag=st.integers(0, 3),
@@ -134,9 +135,9 @@ class Loop:
     in_flight=st.integers(4, 30),
 )
 def test_books_balance_and_nothing_is_trained_twice_over_any_schedule(
-    steps, crashes, on_stale, unfinished, lag, prompts, in_flight
+    steps, crashes, deaths, on_stale, unfinished, lag, prompts, in_flight
 ):
-    """Random cuts, crashes (the stage before it runs again), failing scorers, filters and rerolls.
+    """Random cuts, crashes (the stage before it runs again), failing engines and scorers, filters and rerolls.
 
     That both ledgers balance, for each iteration and in all, is checked by the stage itself, which would raise.
     """
@@ -146,6 +147,9 @@ def test_books_balance_and_nothing_is_trained_twice_over_any_schedule(
         loop = Loop(folder, prompts, "test_loop:usually_broken", partial_rollout=partial_rollout)
         drawn = []
         for number, cut in enumerate(steps):
+            if number < len(deaths) and deaths[number] < cut:
+                with contextlib.suppress(EngineDiedError):  # or it ends before
+                    loop.generate(dies_at_step=deaths[number], max_engine_steps=cut)
             for _ in range(1 + (2 * number in crashes)):
                 loop.generate(max_engine_steps=cut)
             for _ in range(1 + (2 * number + 1 in crashes)):

@@ -8,6 +8,7 @@ never a mix.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -19,6 +20,7 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 
+from tasks.faults import named_faults
 from tasks.trajectory import (
     BATCH_SCHEMA,
     SCHEMA,
@@ -92,7 +94,8 @@ def write_shards(
     """
     filesystem, root = fsspec.core.url_to_fs(directory)
     if _is_local(filesystem):
-        filesystem.makedirs(root, exist_ok=True)
+        with named_faults(directory):
+            filesystem.makedirs(root, exist_ok=True)
     files: list[ShardFile] = []
     quarantined: list[Quarantined] = []
     for number, chunk in enumerate(_chunks(_good_rows(rows, quarantined), max_shard_tokens)):
@@ -113,9 +116,10 @@ def write_shards(
     content = asdict(manifest)
     _put(filesystem, f"{root}/{MANIFEST}", json.dumps({"sha256": _digest(content), **content}, indent=1).encode())
     kept = {file.name for file in files} | {MANIFEST}
-    for path in filesystem.ls(root, detail=False, refresh=True):
-        if path.rsplit("/", 1)[-1] not in kept:
-            filesystem.rm(path)
+    with named_faults(directory):
+        for path in filesystem.ls(root, detail=False, refresh=True):
+            if path.rsplit("/", 1)[-1] not in kept:
+                filesystem.rm(path)
     return manifest
 
 
@@ -163,18 +167,24 @@ def _is_local(filesystem: fsspec.AbstractFileSystem) -> bool:
 
 
 def _put(filesystem: fsspec.AbstractFileSystem, path: str, content: bytes) -> None:
-    if not _is_local(filesystem):
-        filesystem.pipe_file(path, content)
-        return
-    temporary = f"{path}.{os.getpid()}.tmp"
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    folder = os.open(os.path.dirname(path), os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+    with named_faults(path):
+        if not _is_local(filesystem):
+            filesystem.pipe_file(path, content)
+            return
+        temporary = f"{path}.{os.getpid()}.tmp"
+        try:
+            with open(temporary, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.remove(temporary)
+            raise
+        folder = os.open(os.path.dirname(path), os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
 
 
 class Shards:
@@ -211,7 +221,9 @@ class Shards:
     def _read_manifest(self) -> Manifest:
         path = f"{self.directory}/{MANIFEST}"
         try:
-            content = json.loads(self._filesystem.cat_file(f"{self._root}/{MANIFEST}"))
+            with named_faults(path):
+                content = self._filesystem.cat_file(f"{self._root}/{MANIFEST}")
+            content = json.loads(content)
         except FileNotFoundError:
             raise ShardError(f"{path}: missing, so the directory was never completely written; use another") from None
         except ValueError as error:
@@ -244,7 +256,8 @@ class Shards:
     def _read_file(self, file: ShardFile) -> Iterator[Trajectory]:
         path = f"{self.directory}/{file.name}"
         try:
-            content = self._filesystem.cat_file(f"{self._root}/{file.name}")
+            with named_faults(path):
+                content = self._filesystem.cat_file(f"{self._root}/{file.name}")
         except FileNotFoundError:
             raise ShardError(f"{path}: named by {MANIFEST} but missing; use another directory") from None
         if len(content) != file.bytes or hashlib.sha256(content).hexdigest() != file.sha256:

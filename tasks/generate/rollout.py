@@ -69,7 +69,7 @@ def roll_out(
         raise EngineError(f"the engine holds version {engine.version}, the stage samples version {scheduler.version}")
     timeline = timeline or Timeline()
     keys = {}
-    start = clock()
+    start = clock() - scheduler.counted.seconds
     while (reason := scheduler.stop_reason(clock() - start)) is None:
         for row in scheduler.admit():
             keys[request_id(row)] = row.key
@@ -81,14 +81,14 @@ def roll_out(
                 ended = scheduler.receive(key, delta.tokens, delta.logprobs, delta.finish_reason)
                 if ended is not None:
                     timeline.leave(ended, clock() - start)
-            scheduler.engine_steps += 1
+            scheduler.counted.engine_steps += 1
         for row in scheduler.take_unscored():
             sampler.submit(row, scorer)
         for row in scorer.ready(wait_seconds=0.0 if scheduler.in_flight else 1.0):
             scheduler.score(row)
         progress(scheduler, clock() - start)
     engine.abort_all()
-    seconds = clock() - start
+    seconds = scheduler.counted.seconds = clock() - start
     for row in scorer.ready():
         scheduler.score(row)
     rows = scheduler.cut()

@@ -28,6 +28,16 @@ class StopRules:
 
 
 @dataclass
+class Counters:
+    """What a stage has counted so far, those before a retry included."""
+
+    sampled_tokens: int = 0
+    reprefilled_tokens: int = 0  # prompt and kept tokens of the resumed ones, computed once more
+    engine_steps: int = 0
+    seconds: float = 0.0  # of sampling
+
+
+@dataclass
 class Running:
     """A trajectory in the engine, with what this iteration has sampled of it so far."""
 
@@ -43,6 +53,7 @@ class Scheduler:
     draw: makes the members (all `pending`) of the next new group; with `wait_for_all` it is asked only as far as the
         batch still needs groups, and every drawn group runs to its end (strict mode).
     version: of the weights the engine holds; every token of this iteration gets it.
+    counted: by an earlier attempt at this iteration, whose trajectories are `carried`.
     """
 
     def __init__(
@@ -56,6 +67,7 @@ class Scheduler:
         version: int,
         iteration: int,
         wait_for_all: bool = False,
+        counted: Counters | None = None,
     ) -> None:
         self.rules = rules
         self.max_in_flight = max_in_flight
@@ -63,9 +75,7 @@ class Scheduler:
         self.version = version
         self.iteration = iteration
         self.wait_for_all = wait_for_all
-        self.sampled_tokens = 0
-        self.reprefilled_tokens = 0  # prompt and kept tokens of the resumed ones, computed once more
-        self.engine_steps = 0
+        self.counted = counted or Counters()
         self._draw = draw
         self._running: dict[Key, Running] = {}
         self._waiting: deque[Trajectory] = deque()
@@ -118,7 +128,7 @@ class Scheduler:
         while len(self._running) < self.max_in_flight and (self._waiting or self._draw_group()):
             row = self._waiting.popleft()
             self._running[row.key] = Running(row)
-            self.reprefilled_tokens += len(row.prompt_tokens) + row.tokens if row.tokens else 0
+            self.counted.reprefilled_tokens += len(row.prompt_tokens) + row.tokens if row.tokens else 0
             admitted.append(row)
         return admitted
 
@@ -140,7 +150,7 @@ class Scheduler:
         running = self._running[key]
         running.tokens.extend(tokens)
         running.logprobs.extend(logprobs)
-        self.sampled_tokens += len(tokens)
+        self.counted.sampled_tokens += len(tokens)
         if finish_reason is None:
             return None
         del self._running[key]
@@ -196,22 +206,27 @@ class Scheduler:
 
     def _limit_reached(self, seconds: float | None) -> str | None:
         rules = self.rules
-        if rules.max_tokens is not None and self.sampled_tokens >= rules.max_tokens:
-            return f"{self.sampled_tokens} tokens are sampled"
-        if rules.max_engine_steps is not None and self.engine_steps >= rules.max_engine_steps:
-            return f"{self.engine_steps} engine steps are done"
+        if rules.max_tokens is not None and self.counted.sampled_tokens >= rules.max_tokens:
+            return f"{self.counted.sampled_tokens} tokens are sampled"
+        if rules.max_engine_steps is not None and self.counted.engine_steps >= rules.max_engine_steps:
+            return f"{self.counted.engine_steps} engine steps are done"
         if rules.max_scored_groups is not None and self._scored_groups >= rules.max_scored_groups:
             return f"{self._scored_groups} groups are scored, but only {self._informative_groups} are informative"
         if rules.max_seconds is not None and seconds is not None and seconds >= rules.max_seconds:
             return f"{seconds:.0f} seconds have passed"
         return None
 
+    def snapshot(self) -> list[Trajectory]:
+        """Every trajectory as it stands; the stage goes on."""
+        running = [self._with_samples(running, None) for running in self._running.values()]
+        rows = [*self._ended.values(), *running, *self._waiting]
+        return sorted(rows, key=lambda row: (self._order[row.group_id], row.member))
+
     def cut(self) -> list[Trajectory]:
         """Every trajectory as it stands, after the engine has let go of all of them."""
-        stopped = [self._with_samples(running, None) for running in self._running.values()]
+        rows = self.snapshot()
         self._running.clear()
-        rows = [*self._ended.values(), *stopped, *self._waiting]
-        return sorted(rows, key=lambda row: (self._order[row.group_id], row.member))
+        return rows
 
 
 def _oldest_weights_first(row: Trajectory) -> tuple[float, int, str, int]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,12 +13,13 @@ from typing import Any, NamedTuple
 from tasks.carry_over.shards import Shards, read_shards, write_shards
 from tasks.config import RunConfig
 from tasks.generate.engine import Engine, warm_engine
+from tasks.generate.flush import Flusher, Origin, continued, read_if_from
 from tasks.generate.rollout import Sampler, roll_out
-from tasks.generate.scheduler import Scheduler, StopRules
+from tasks.generate.scheduler import Counters, Scheduler, StopRules
 from tasks.policy import Policy, read_policy
 from tasks.prompts import DataError, Draws, PromptSet, tokenizer_sha256, warm_prompts
 from tasks.report.decks import generate_deck
-from tasks.report.progress import stage_progress
+from tasks.report.progress import say, stage_progress
 from tasks.report.timeline import Timeline
 from tasks.rewards.scoring import Scorer
 from tasks.trajectory import Status, Trajectory
@@ -45,10 +48,11 @@ def fingerprints(config: RunConfig, model_directory: str, prompts: PromptSet) ->
 
 def generate_rollouts(
     config: RunConfig, iteration: int, policy_directory: str, carry_directory: str, directory: str
-) -> tuple[dict[str, float], str]:
+) -> tuple[dict[str, float], str | None]:
     """Sample under the policy until a stop rule fires; writes all trajectories to `directory`.
 
-    Returns the metrics and the stage's pictures. Raises DataError, ShardError or EngineError before any sampling.
+    Returns the metrics and the stage's pictures; None for pictures that an earlier attempt has left. Raises DataError,
+    ShardError or EngineError before any sampling, and PreemptedError when the process is asked to end.
     """
     began = time.monotonic()
     tokenizer, prompts = warm_prompts(config.data.train, policy_directory, config)
@@ -61,6 +65,11 @@ def generate_rollouts(
             "recipe they were sampled with, or start a run without resume"
         )
     policy = read_policy(policy_directory)
+    earlier = f"{config.run_directory}/rollouts/{iteration:04d}"
+    complete = read_if_from(earlier, Origin.of(iteration, policy, carry.manifest))
+    if complete is not None and not complete.manifest.extra["metrics"]["generate/failed_scores"]:
+        say(f"generate: {earlier} is complete already, from an earlier attempt at iteration {iteration}")
+        return _taken_over(complete, directory), None
     loading_began = time.monotonic()
     engine = warm_engine(config, policy_directory)
     engine_seconds = time.monotonic() - loading_began
@@ -68,12 +77,21 @@ def generate_rollouts(
     metrics = rollouts.metrics | {
         "generate/seconds": time.monotonic() - began,
         "generate/engine_seconds": engine_seconds,
-        "generate/dropped_prompts": float(prompts.dropped),
     }
     deck = generate_deck(
         rollouts.timeline, rollouts.rows, policy.version, rollouts.reason, tokenizer.decode, rollouts.metrics
     )
     return metrics, deck
+
+
+def _taken_over(complete: Shards, directory: str) -> dict[str, float]:
+    """The metrics of complete rollouts of an earlier attempt, which are put where this attempt's belong."""
+    manifest = complete.manifest
+    if os.path.abspath(complete.directory) != os.path.abspath(directory):
+        write_shards(
+            complete, directory, cursor=manifest.cursor, fingerprints=manifest.fingerprints, extra=manifest.extra
+        )
+    return manifest.extra["metrics"]
 
 
 def sample_iteration(
@@ -94,15 +112,20 @@ def sample_iteration(
             f"{carry.directory}: holds {len(carried)} trajectories of older weights, which a run with "
             "partial_rollout.enabled: false would mix with new ones; set it to true, or start without resume"
         )
+    origin = Origin.of(iteration, policy, carry.manifest)
+    flush_directory = f"{config.run_directory}/flush/{iteration:04d}"
+    rows, cursor, counted = carried, carry.manifest.cursor, Counters()
+    for earlier in (f"{config.run_directory}/rollouts/{iteration:04d}", flush_directory):
+        if (saved := read_if_from(earlier, origin)) is not None:
+            rows, cursor = continued(saved), saved.manifest.cursor
+            counted = Counters(**saved.manifest.extra["counted"])
+            say(f"generate: going on from {earlier}, {counted.sampled_tokens:,} tokens into iteration {iteration}")
+            break
     draws = Draws(
-        prompts,
-        cursor=carry.manifest.cursor,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-        group_size=config.train.group_size,
+        prompts, cursor=cursor, seed=config.seed, shuffle=config.data.shuffle, group_size=config.train.group_size
     )
     scheduler = Scheduler(
-        carried,
+        rows,
         partial(draws.draw, iteration),
         rules=StopRules(
             ready_groups=config.ready_groups,
@@ -116,52 +139,63 @@ def sample_iteration(
         version=policy.version,
         iteration=iteration,
         wait_for_all=not partial_rollout.enabled,
+        counted=counted,
     )
     extra_info = {prompt.prompt_id: prompt.extra_info for prompt in prompts.prompts}
     sampler = Sampler(config.sampling, config.seed, tokenizer, extra_info)
     timeline = Timeline()
-    sampling_began = time.monotonic()
+    flusher = Flusher(
+        flush_directory, partial_rollout.flush_seconds, origin, lambda: draws.cursor, current_fingerprints
+    )
     with (
         Scorer(config.reward, config.sampling.max_response_tokens) as scorer,
+        flusher,
         stage_progress("generate", config.ready_groups) as update,
     ):
 
         def progress(now: Scheduler, seconds: float) -> None:
-            rate = now.sampled_tokens / max(seconds, 1e-9)
+            flusher.update(now, seconds)
+            rate = now.counted.sampled_tokens / max(seconds, 1e-9)
             update(
                 now.informative_groups,
                 f"{now.informative_groups} groups ready, {now.in_flight} in flight, {rate:,.0f} tokens/s",
             )
 
         rows, reason = roll_out(engine, scheduler, scorer, sampler, timeline=timeline, progress=progress)
-    sampling_seconds = time.monotonic() - sampling_began
+    drawn_groups = draws.cursor - carry.manifest.cursor
+    measured = {
+        "generate/sampling_seconds": counted.seconds,
+        "generate/tokens": counted.sampled_tokens,
+        "generate/tokens_per_second": counted.sampled_tokens / max(counted.seconds, 1e-9),
+        "generate/reprefilled_tokens": counted.reprefilled_tokens,
+        "generate/engine_steps": counted.engine_steps,
+        "generate/drawn_groups": drawn_groups,
+        "generate/dropped_prompts": prompts.dropped,
+        "generate/cut_trajectories": sum(row.status == Status.PARTIAL for row in rows),
+        "generate/resumed_trajectories": sum(row.status == Status.PARTIAL for row in carried),
+        "generate/unscored_trajectories": sum(row.status == Status.FINISHED for row in rows),
+        "generate/failed_scores": sum(row.status == Status.FAILED for row in rows),
+        "generate/engine_seconds": 0.0,
+        "generate/seconds": counted.seconds,
+    }
+    metrics = {name: float(value) for name, value in measured.items()}
     write_shards(
         rows,
         directory,
         cursor=draws.cursor,
         fingerprints=current_fingerprints,
         extra={
+            "origin": asdict(origin),
             "iteration": iteration,
             "version": policy.version,
-            "policy": policy.fingerprint,
             "stop_reason": reason,
-            "generated_tokens": scheduler.sampled_tokens,
-            "drawn_groups": draws.cursor - carry.manifest.cursor,
+            "generated_tokens": counted.sampled_tokens,
+            "drawn_groups": drawn_groups,
             "score_errors": scorer.examples[:5],
             "quarantined": [vars(row) for row in carry.quarantined],
             "carried": carry.manifest.extra,
+            "counted": asdict(counted),
+            "metrics": metrics,
         },
     )
-    metrics = {
-        "generate/sampling_seconds": sampling_seconds,
-        "generate/tokens": scheduler.sampled_tokens,
-        "generate/tokens_per_second": scheduler.sampled_tokens / max(sampling_seconds, 1e-9),
-        "generate/reprefilled_tokens": scheduler.reprefilled_tokens,
-        "generate/engine_steps": scheduler.engine_steps,
-        "generate/drawn_groups": draws.cursor - carry.manifest.cursor,
-        "generate/cut_trajectories": sum(row.status == Status.PARTIAL for row in rows),
-        "generate/resumed_trajectories": sum(row.status == Status.PARTIAL for row in carried),
-        "generate/unscored_trajectories": sum(row.status == Status.FINISHED for row in rows),
-        "generate/failed_scores": len(scorer.examples),
-    }
-    return Rollouts(rows, reason, timeline, {name: float(value) for name, value in metrics.items()})
+    return Rollouts(rows, reason, timeline, metrics)

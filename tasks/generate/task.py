@@ -8,6 +8,7 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
 from tasks.config import RunConfig
+from tasks.faults import task_faults
 from tasks.generate.stage import generate_rollouts
 from tasks.report.decks import publish_deck
 from tasks.report.progress import chatter_to
@@ -24,7 +25,12 @@ class Generated(NamedTuple):
 @task(enable_deck=True, deck_fields=())
 def generate(config: RunConfig, iteration: int, policy: FlyteDirectory, carry: FlyteDirectory) -> Generated:
     """Continue the carried trajectories and start new ones under `policy`, until enough groups are ready."""
-    with chatter_to(local_log(config)), stage_output(config, "rollouts", iteration) as output:
+    with (
+        task_faults(config.run_directory),
+        chatter_to(local_log(config)),
+        stage_output(config, "rollouts", iteration) as output,
+    ):
         metrics, deck = generate_rollouts(config, iteration, policy.download(), carry.download(), output.path)
-    publish_deck(config, "generate", iteration, deck)
+    if deck is not None:
+        publish_deck(config, "generate", iteration, deck)
     return Generated(output.directory, metrics)

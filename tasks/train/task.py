@@ -9,6 +9,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from tasks.carry_over.shards import read_shards
 from tasks.config import RunConfig
+from tasks.faults import task_faults
 from tasks.report.decks import publish_deck, train_deck
 from tasks.report.progress import chatter_to
 from tasks.storage import local_log, stage_output
@@ -28,7 +29,7 @@ def train(
     config: RunConfig, iteration: int, policy: FlyteDirectory, optimizer: FlyteDirectory | None, batch: FlyteDirectory
 ) -> Trained:
     """Update `policy` on the batch. Without an update there is no new version."""
-    with chatter_to(local_log(config)):
+    with task_faults(config.run_directory), chatter_to(local_log(config)):
         return _train(config, iteration, policy, optimizer, batch)
 
 

@@ -9,11 +9,22 @@ from tasks.generate.engine import Delta, Request
 from tasks.trajectory import FinishReason
 
 
+class EngineDiedError(RuntimeError):
+    """What a scripted engine raises that is to fail."""
+
+
 class ScriptedEngine:
     """`length_of(request_id)` is how long the policy would make that response."""
 
-    def __init__(self, length_of: Callable[[str], int], prompt_tokens: int = 1, version: int = 0) -> None:
+    def __init__(
+        self,
+        length_of: Callable[[str], int],
+        prompt_tokens: int = 1,
+        version: int = 0,
+        dies_at_step: int | None = None,
+    ) -> None:
         self.version = version
+        self._steps_left = dies_at_step
         self.admitted: list[Request] = []
         self.most_in_flight = 0
         self._length_of = length_of
@@ -34,6 +45,10 @@ class ScriptedEngine:
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
 
     def step(self) -> list[Delta]:
+        if self._steps_left is not None:
+            if not self._steps_left:
+                raise EngineDiedError
+            self._steps_left -= 1
         deltas = []
         for name, (kept, limit) in list(self._open.items()):
             kept += 1

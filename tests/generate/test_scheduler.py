@@ -253,7 +253,7 @@ def test_every_response_ends_at_its_own_length_however_often_it_is_cut_and_none_
         ended += [row for row in rows if row.status == Status.SCORED]
         carried = [row for row in rows if row.status != Status.SCORED]
         ages += [iteration - row.created_iteration for row in rows]
-        steps.append(work.engine_steps)
+        steps.append(work.counted.engine_steps)
         iteration += 1
     assert len({row.key for row in ended}) == len(ended) > 1500
     assert [row.tokens for row in ended] == [min(BUDGET, length_of(request_id(row))) for row in ended]

@@ -48,7 +48,7 @@ def timeline_of(rows, steps, slots=2):
             scorer,
             Sampler(SamplingConfig(), 1, Ids(), {}),
             timeline=timeline,
-            clock=lambda: float(scheduler.engine_steps),
+            clock=lambda: float(scheduler.counted.engine_steps),
         )
     return timeline
 

@@ -4,10 +4,10 @@ import json
 
 import pyarrow.parquet as pq
 import pytest
-from test_dapo import run, write_recipe
 
 from browser import assert_sound, needs_browser, open_page
 from tasks.carry_over.shards import read_shards
+from test_dapo import run, write_recipe
 
 
 @pytest.fixture(scope="module")
