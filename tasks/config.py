@@ -221,6 +221,9 @@ class TrainConfig(Settings):
     attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
     """Attention kernel of the trainer; flash_attention_2 needs its package and a GPU."""
 
+    save_seconds: Annotated[float, Field(ge=0.0)] = 600.0
+    """Seconds between two saves of weights and moments within an iteration: the most that a killed stage repeats."""
+
     activation_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, about a third more compute."""
 

@@ -5,7 +5,8 @@
     <output>/<name>/metrics/0007.json   what iteration 7 measured
     <output>/<name>/responses/0007.parquet  what became of each response in iteration 7
     <output>/<name>/decks/0007/         pictures of the stages of iteration 7
-    <output>/<name>/flush/0007/         what iteration 7 had sampled at its last flush; gone once it is complete
+    <output>/<name>/flush/0007/         what iteration 7 had sampled at its last flush; gone when it is complete
+    <output>/<name>/training/0007/      weights and moments between its updates; gone when it is complete
     <output>/<name>/carry/0008/         the trajectories that iteration 8 continues
     <output>/<name>/optimizer/0008/     the optimizer that iteration 8 starts with
     <output>/<name>/policy/0005/        the weights of version 5
@@ -121,7 +122,7 @@ def remove_superseded(run_directory: str, keep_last: int, keep_every: int) -> No
         if state not in kept:
             filesystem.rm_file(f"{root}/state/{state.iteration:04d}.json")
     newest = states[-1]
-    for path in filesystem.glob(f"{root}/flush/[0-9]*"):
+    for path in [*filesystem.glob(f"{root}/flush/[0-9]*"), *filesystem.glob(f"{root}/training/[0-9]*")]:
         if int(path.rsplit("/", 1)[-1]) < newest.iteration:
             filesystem.rm(path, recursive=True)
     for stage in ("policy", "optimizer", "carry", "rollouts", "batch", "decks"):

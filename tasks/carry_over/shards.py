@@ -76,6 +76,11 @@ class Manifest:
     quarantined: tuple[Quarantined, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
+    @property
+    def digest(self) -> str:
+        """sha256 of everything it says: the same rows and facts, the same digest."""
+        return _digest(asdict(self))
+
 
 def write_shards(
     rows: Iterable[Trajectory | Mapping[str, Any]],

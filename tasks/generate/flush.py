@@ -9,8 +9,6 @@ again goes on from there: same prompts, same tokens, same books. Written in the 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import signal
 import threading
 import time
@@ -37,8 +35,7 @@ class Origin:
 
     @classmethod
     def of(cls, iteration: int, policy: Policy, carry: Manifest) -> Origin:
-        content = json.dumps(asdict(carry), sort_keys=True)
-        return cls(iteration, policy.version, policy.fingerprint, hashlib.sha256(content.encode()).hexdigest())
+        return cls(iteration, policy.version, policy.fingerprint, carry.digest)
 
 
 def read_if_from(directory: str, origin: Origin) -> Shards | None:

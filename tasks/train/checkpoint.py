@@ -181,11 +181,13 @@ def load_optimizer(model: PolicyModel, optimizer: torch.optim.AdamW, directory: 
             f"{directory}: holds {[path.name for path in paths]}, but {OPTIMIZER_MANIFEST} names "
             f"{sorted(record.files)}; use another state"
         )
-    for name, digest in _own_share_of_digests(paths).items():
-        if digest != record.files[name]:
-            raise OptimizerError(
-                f"{Path(directory, name)}: its content is not what {OPTIMIZER_MANIFEST} says; use another state"
-            )
+    shares: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    found = _own_share_of_digests(paths).items()
+    dist.all_gather_object(shares, [name for name, digest in found if digest != record.files[name]])
+    if damaged := [name for share in shares for name in share]:  # known to every rank, so that none waits for another
+        raise OptimizerError(
+            f"{Path(directory, damaged[0])}: its content is not what {OPTIMIZER_MANIFEST} says; use another state"
+        )
     dcp.load(_optimizer_tensors(model, optimizer), storage_reader=HuggingFaceStorageReader(directory))
     for state in optimizer.state.values():
         state["step"].fill_(record.updates)

@@ -23,6 +23,7 @@ from tasks.train.batching import MicroBatch, collate, micro_batches, mini_batche
 from tasks.train.checkpoint import load_optimizer, new_optimizer, save_optimizer, save_policy
 from tasks.train.fsdp import PolicyModel, load_model, local_device, process_group
 from tasks.train.objective import dapo_loss
+from tasks.train.progress import TrainProgress, load_progress, save_progress
 from tasks.trajectory import TrainingRow
 
 
@@ -39,13 +40,15 @@ class LogprobMismatchError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Directories:
-    """Where a train stage reads and writes. `optimizer`: None before the first update of a run."""
+    """Where a train stage reads and writes. `optimizer`: None before the first update of a run; `progress`: what is
+    saved between updates, at a local path or fsspec URL."""
 
     policy: str
     optimizer: str | None
     batch: str
     new_policy: str
     new_optimizer: str
+    progress: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +75,8 @@ def train_policy(config: RunConfig, directories: Directories) -> TrainResult:
     """
     began = time.monotonic()
     with process_group():
-        rows = list(read_shards(directories.batch))
+        shards = read_shards(directories.batch)
+        rows = list(shards)
         incoming = read_policy(directories.policy, verify=dist.get_rank() == 0)
         model = load_model(config, directories.policy)
         optimizer = new_optimizer(model, config)
@@ -88,35 +92,46 @@ def train_policy(config: RunConfig, directories: Directories) -> TrainResult:
                 f"the current weights, more than objective.max_logprob_difference = {limit}; compare engine.dtype with "
                 "train.param_dtype, and sampling.temperature on both sides"
             )
-        measured: list[dict[str, float]] = []
-        skipped = 0
+        started = TrainProgress(shards.manifest.digest, incoming.fingerprint, updates=updates)
+        progress = load_progress(model, optimizer, directories.progress, started)
         leads = dist.get_rank() == 0
-        with stage_progress("train", len(shares)) if leads else nullcontext() as progress:
-            for number, share in enumerate(shares):
-                if not share.token_count:
-                    continue
-                update = _update(model, optimizer, share, config, learning_rate(config, updates + len(measured)))
-                if math.isfinite(update["gradient_norm"]):
-                    measured.append(update)
-                else:
-                    skipped += 1
-                if leads and not math.isfinite(update["gradient_norm"]):
-                    say(f"train: update {number + 1} is skipped, its gradient norm is {update['gradient_norm']}")
-                if leads:
-                    progress(number + 1, f"update {number + 1} of {len(shares)}, loss {update['loss']:.4f}")
+        saved = time.monotonic()
+        with stage_progress("train", len(shares)) if leads else nullcontext() as show:
+            for number in range(progress.done, len(shares)):
+                if shares[number].token_count:
+                    update = _update(model, optimizer, shares[number], config, learning_rate(config, progress.updates))
+                    if math.isfinite(update["gradient_norm"]):
+                        progress.measured.append(update)
+                        progress.updates += 1
+                    else:
+                        progress.skipped += 1
+                    if leads and not math.isfinite(update["gradient_norm"]):
+                        say(f"train: update {number + 1} is skipped, its gradient norm is {update['gradient_norm']}")
+                    if leads:
+                        show(number + 1, f"update {number + 1} of {len(shares)}, loss {update['loss']:.4f}")
+                progress.done = number + 1
+                if progress.done < len(shares) and _agreed(time.monotonic() - saved >= config.train.save_seconds):
+                    save_progress(model, optimizer, directories.progress, progress)
+                    saved = time.monotonic()
         fingerprint = save_policy(model, directories.policy, directories.new_policy, incoming.version + 1)
-        save_optimizer(model, optimizer, directories.new_optimizer, fingerprint, updates + len(measured))
+        save_optimizer(model, optimizer, directories.new_optimizer, fingerprint, progress.updates)
+    measured = progress.measured
     del model, optimizer
     gc.collect()  # FSDP's hooks refer to each other in circles, which would keep the weights in memory
     for name in measured[0] if measured else ():
         metrics[name] = float(np.mean([update[name] for update in measured]))
     metrics |= {
         "updates": len(measured),
-        "skipped_updates": skipped,
+        "skipped_updates": progress.skipped,
         "nonfinite_tokens": sum(update["nonfinite_tokens"] for update in measured),
         "seconds": time.monotonic() - began,
     }
     return TrainResult({f"train/{name}": float(value) for name, value in metrics.items()}, measured)
+
+
+def _agreed(wish: bool) -> bool:
+    """Rank 0's wish, which every rank follows."""
+    return _sum_over_ranks({"wish": float(wish and dist.get_rank() == 0)})["wish"] > 0
 
 
 def learning_rate(config: RunConfig, updates: int) -> float:

@@ -55,6 +55,7 @@ def _train(
             batch=batch.download(),
             new_policy=new_policy.path,
             new_optimizer=new_optimizer.path,
+            progress=f"{config.run_directory}/training/{iteration:04d}",
         )
         metrics, updates = train_on_ranks(config, directories)
     publish_deck(config, "train", iteration, train_deck(updates, metrics))

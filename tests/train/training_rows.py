@@ -84,6 +84,7 @@ class Bench:
                 batch=str(self.folder / f"{name}-batch"),
                 new_policy=self.path(name, "policy"),
                 new_optimizer=self.path(name, "optimizer"),
+                progress=self.path(name, "progress"),
             ),
         )
         return {key.removeprefix("train/"): value for key, value in result.metrics.items()}
