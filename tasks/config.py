@@ -291,7 +291,8 @@ class RunConfig(Settings):
     """Besides those, keep every so many iterations; 0: none."""
 
     resume: str | None = None
-    """Directory of a run to continue from its last complete iteration, e.g. `runs/sandbox`."""
+    """Directory of a run to continue from its last complete iteration, e.g. `runs/sandbox`. `latest`: this run's own,
+    `output`/`name`. `latest-good`: its own too, from the newest state of which every file is verified."""
 
     model: ModelConfig
     data: DataConfig

@@ -13,7 +13,12 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import fsspec
+
+from tasks.faults import named_faults
+
 MANIFEST = "policy.json"
+OPTIMIZER_MANIFEST = "optimizer.json"
 
 
 class PolicyError(ValueError):
@@ -89,6 +94,29 @@ def publish_initial_policy(model_directory: str, directory: str) -> Policy:
     policy = seal_policy(unfinished, version=0)
     publish(unfinished, directory)
     return policy
+
+
+def first_damage(url: str, manifest: str) -> str | None:
+    """What is wrong with a directory whose `manifest` names its files with their sha256; None if nothing is.
+
+    Read through fsspec, so that a directory in an object store need not be copied.
+    """
+    filesystem, root = fsspec.core.url_to_fs(url)
+    try:
+        files = json.loads(filesystem.cat_file(f"{root}/{manifest}"))["files"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+        return f"{url}/{manifest}: {type(error).__name__}"
+    for name, digest in files.items():
+        try:
+            with named_faults(f"{url}/{name}"), filesystem.open(f"{root}/{Path(name).name}", "rb") as file:
+                found = hashlib.sha256()
+                while part := file.read(2**22):
+                    found.update(part)
+        except FileNotFoundError:
+            return f"{url}/{name}: missing"
+        if found.hexdigest() != digest:
+            return f"{url}/{name}: its content is not what {manifest} says"
+    return None
 
 
 def file_sha256(path: Path) -> str:

@@ -9,9 +9,10 @@ from typing import NamedTuple
 from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 
-from tasks.carry_over.shards import write_shards
+from tasks.carry_over.shards import ShardError, read_shards, write_shards
 from tasks.config import ConfigError, RunConfig
-from tasks.policy import publish_initial_policy
+from tasks.faults import task_faults
+from tasks.policy import MANIFEST, OPTIMIZER_MANIFEST, first_damage, publish_initial_policy
 from tasks.prompts import warm_prompts
 from tasks.report.lines import evaluation_line, iteration_lines
 from tasks.report.progress import say
@@ -25,7 +26,9 @@ from tasks.storage import (
     latest_state,
     read_metrics,
     remove_superseded,
+    set_aside,
     stage_output,
+    states,
     write_json,
     write_state,
 )
@@ -52,8 +55,11 @@ class Result(NamedTuple):
 def prepare(config: RunConfig) -> Start:
     """Check everything that can be checked without an engine, then make version 0, or find the state to resume from."""
     load_function(config.reward.function)
-    if config.resume is not None:
-        return _resume(config)
+    with task_faults(config.run_directory):
+        return _start(config) if config.resume is None else _resume(config)
+
+
+def _start(config: RunConfig) -> Start:
     config = _with_free_name(config)
     with stage_output(config, "policy", 0) as policy:
         publish_initial_policy(fetch_model(config.model.path), policy.path)
@@ -74,20 +80,42 @@ def _with_free_name(config: RunConfig) -> RunConfig:
 
 
 def _resume(config: RunConfig) -> Start:
-    state = latest_state(config.resume)
+    base = config.run_directory if config.resume in ("latest", "latest-good") else config.resume.rstrip("/")
+    state = _latest_good_state(base) if config.resume == "latest-good" else latest_state(base)
     if state is None:
-        raise ConfigError(f"resume = {config.resume!r}: there is no run to continue (no state/*.json in it)")
+        raise ConfigError(f"resume = {config.resume!r}: there is no run to continue (no state/*.json in {base})")
     if state.iteration >= config.iterations:
         raise ConfigError(
             f"resume = {config.resume!r}: its {state.iteration} iterations are done; raise iterations "
             f"(now {config.iterations}) to train on"
         )
-    base = config.resume.rstrip("/")
     policy = existing_directory(f"{base}/{state.policy}")
     _check_data(config, fetch_model(f"{base}/{state.policy}"))
     optimizer = None if state.optimizer is None else existing_directory(f"{base}/{state.optimizer}")
     say(f"resuming {base} at iteration {state.iteration}")
     return Start(config, state.iteration, policy, optimizer, existing_directory(f"{base}/{state.carry}"))
+
+
+def _latest_good_state(base: str) -> RunState | None:
+    """The newest state of which every file is as it was written; damaged newer ones are said and set aside."""
+    for state in reversed(states(base)):
+        damage = first_damage(f"{base}/{state.policy}", MANIFEST) or _damaged_shards(f"{base}/{state.carry}")
+        if damage is None and state.optimizer is not None:
+            damage = first_damage(f"{base}/{state.optimizer}", OPTIMIZER_MANIFEST)
+        if damage is None:
+            return state
+        say(f"state {state.iteration} of {base} is damaged and set aside: {damage}")
+        set_aside(base, state)
+    return None
+
+
+def _damaged_shards(url: str) -> str | None:
+    try:
+        for _ in read_shards(url):
+            pass
+    except ShardError as error:
+        return str(error)
+    return None
 
 
 def _check_data(config: RunConfig, model_directory: str) -> None:
@@ -116,18 +144,19 @@ def record(
     `version`: of the policy that the iteration ended with.
     """
     merged = {"iteration": float(iteration)} | {name: value for part in metrics for name, value in part.items()}
-    write_json(f"{config.run_directory}/metrics/{iteration:04d}.json", merged)
     state = RunState(
         iteration=iteration + 1,
         policy=f"policy/{version:04d}",
         carry=f"carry/{iteration + 1:04d}",
         optimizer=None if optimizer is None else f"optimizer/{iteration + 1:04d}",
     )
-    write_state(config.run_directory, state)
-    remove_superseded(config.run_directory, config.keep_last, config.keep_every)
-    for line in iteration_lines(merged):
-        say(line)
-    Deck("report", write_report(config, read_metrics(config.run_directory)))
+    with task_faults(config.run_directory):
+        write_json(f"{config.run_directory}/metrics/{iteration:04d}.json", merged)
+        write_state(config.run_directory, state)
+        remove_superseded(config.run_directory, config.keep_last, config.keep_every)
+        for line in iteration_lines(merged):
+            say(line)
+        Deck("report", write_report(config, read_metrics(config.run_directory)))
     track(config, merged)
     return merged
 
@@ -145,8 +174,9 @@ def conclude(
         write_json(f"{config.run_directory}/metrics/{config.iterations:04d}.json", last)
         say(evaluation_line(last))
         track(config, last)
-    history = read_metrics(config.run_directory)
-    Deck("report", write_report(config, history))
+    with task_faults(config.run_directory):
+        history = read_metrics(config.run_directory)
+        Deck("report", write_report(config, history))
     end_tracking()
     say(summary(history))
     say(f"{len(recorded)} iterations done; everything is in {config.run_directory}/, start with report.html")

@@ -103,8 +103,20 @@ def write_state(run_directory: str, state: RunState) -> None:
 
 def latest_state(run_directory: str) -> RunState | None:
     """The last complete state of a run; None if there is no run in that directory."""
-    found = _numbered_json(run_directory, "state")
-    return RunState(**found[-1]) if found else None
+    found = states(run_directory)
+    return found[-1] if found else None
+
+
+def states(run_directory: str) -> list[RunState]:
+    """Every complete state of a run that is kept, the newest last."""
+    return [RunState(**content) for content in _numbered_json(run_directory, "state")]
+
+
+def set_aside(run_directory: str, state: RunState) -> None:
+    """Never start from this state again; it is kept under another name."""
+    with named_faults(run_directory):
+        filesystem, root = fsspec.core.url_to_fs(f"{run_directory}/state")
+        filesystem.mv(f"{root}/{state.iteration:04d}.json", f"{root}/damaged-{state.iteration:04d}.json")
 
 
 def remove_superseded(run_directory: str, keep_last: int, keep_every: int) -> None:
@@ -112,16 +124,16 @@ def remove_superseded(run_directory: str, keep_last: int, keep_every: int) -> No
 
     States go first, so that none that is left ever names a directory that is gone. Metrics stay.
     """
-    states = [RunState(**content) for content in _numbered_json(run_directory, "state")]
-    kept = [state for state in states[:-keep_last] if keep_every and state.iteration % keep_every == 0]
-    kept += states[-keep_last:]
+    known = states(run_directory)
+    kept = [state for state in known[:-keep_last] if keep_every and state.iteration % keep_every == 0]
+    kept += known[-keep_last:]
     filesystem, root = fsspec.core.url_to_fs(run_directory)
     needed = {name for state in kept for name in (state.policy, state.carry, state.optimizer)}
     needed |= {f"{stage}/{state.iteration - 1:04d}" for state in kept for stage in ("rollouts", "batch", "decks")}
-    for state in states:
+    for state in known:
         if state not in kept:
             filesystem.rm_file(f"{root}/state/{state.iteration:04d}.json")
-    newest = states[-1]
+    newest = known[-1]
     for path in [*filesystem.glob(f"{root}/flush/[0-9]*"), *filesystem.glob(f"{root}/training/[0-9]*")]:
         if int(path.rsplit("/", 1)[-1]) < newest.iteration:
             filesystem.rm(path, recursive=True)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tasks.carry_over.shards import Manifest, ShardError, Shards, read_shards, write_shards
 from tasks.faults import PreemptedError
@@ -59,6 +59,15 @@ def continued(shards: Shards) -> list[Trajectory]:
         dataclasses.replace(row, status=Status.FINISHED, score_status=None) if row.status == Status.FAILED else row
         for row in shards
     ]
+
+
+class Snapshot(NamedTuple):
+    """A stage as it stood at a time, `at` (seconds since the epoch)."""
+
+    rows: list[Trajectory]
+    cursor: int
+    counted: Counters
+    at: float
 
 
 class Flusher:
@@ -121,19 +130,18 @@ class Flusher:
             self._writer.join()
         self._write(self._snapshot(*self._newest))
 
-    def _snapshot(self, scheduler: Scheduler, seconds: float) -> tuple[list, int, Counters]:
+    def _snapshot(self, scheduler: Scheduler, seconds: float) -> Snapshot:
         counted = dataclasses.replace(scheduler.counted, seconds=seconds)
-        return scheduler.snapshot(), self._cursor(), counted
+        return Snapshot(scheduler.snapshot(), self._cursor(), counted, time.time())
 
-    def _write(self, snapshot: tuple[list, int, Counters]) -> None:
-        rows, cursor, counted = snapshot
+    def _write(self, snapshot: Snapshot) -> None:
         try:
             write_shards(
-                rows,
+                snapshot.rows,
                 self._directory,
-                cursor=cursor,
+                cursor=snapshot.cursor,
                 fingerprints=self._fingerprints,
-                extra={"origin": asdict(self._origin), "counted": asdict(counted)},
+                extra={"origin": asdict(self._origin), "counted": asdict(snapshot.counted), "at": snapshot.at},
             )
         except Exception as error:  # the engine goes on: a flush that fails costs safety, not results
             say(f"generate: could not save to {self._directory}, sampling goes on: {error}")

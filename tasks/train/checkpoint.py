@@ -25,11 +25,10 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from tasks.config import RunConfig
-from tasks.policy import MANIFEST, PolicyError, file_sha256, publish, read_policy, seal_policy
+from tasks.policy import MANIFEST, OPTIMIZER_MANIFEST, PolicyError, file_sha256, publish, read_policy, seal_policy
 from tasks.train.fsdp import PolicyModel
 
 MAX_FILE_BYTES = 4 * 2**30
-OPTIMIZER_MANIFEST = "optimizer.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 

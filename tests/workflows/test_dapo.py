@@ -171,6 +171,27 @@ def test_killed_and_resumed_run_equals_the_undisturbed_one(undisturbed, tmp_path
     assert trained_prompts(directory) == trained_prompts(undisturbed[0])
 
 
+def test_damaged_weights_are_named_and_the_run_goes_on_from_the_last_good_state(undisturbed, tmp_path, tiny_model):
+    directory = tmp_path / "runs" / "run"
+    shutil.copytree(undisturbed[0], directory)
+    (directory / "state" / "0004.json").unlink()
+    for path in (*directory.glob("metrics/000[34].json"), *directory.glob("rollouts/0003/manifest.json")):
+        path.unlink()
+    newest = directory / latest_state(str(directory)).policy
+    (weights,) = newest.glob("*.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-9] ^= 1
+    weights.write_bytes(content)
+    code, output = run(write_recipe(tmp_path, tiny_model, resume="latest"))
+    assert code != 0
+    assert weights.name in output
+    code, output = run(write_recipe(tmp_path, tiny_model, resume="latest-good"))
+    assert code == 0, output
+    assert "is damaged and set aside" in output
+    assert books(directory) == books(undisturbed[0])
+    assert trained_prompts(directory) == trained_prompts(undisturbed[0])
+
+
 def test_a_run_in_an_object_store_equals_a_local_one_and_resumes_from_there(undisturbed, tmp_path, tiny_model, s3):
     store = fsspec.filesystem("s3")
     store.put(f"{tiny_model}/", f"{s3}/model/", recursive=True)
