@@ -290,6 +290,9 @@ class RunConfig(Settings):
     keep_every: NonNegativeInt = 0
     """Besides those, keep every so many iterations; 0: none."""
 
+    stall_seconds: PositiveFloat = 1800.0
+    """A stage that makes no progress for so long (no token, no score, no update) is ended with a named cause."""
+
     resume: str | None = None
     """Directory of a run to continue from its last complete iteration, e.g. `runs/sandbox`. `latest`: this run's own,
     `output`/`name`. `latest-good`: its own too, from the newest state of which every file is verified."""

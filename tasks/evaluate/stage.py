@@ -16,6 +16,7 @@ from tasks.prompts import Draws, warm_prompts
 from tasks.report.progress import stage_progress
 from tasks.rewards.scoring import Scorer
 from tasks.trajectory import Trajectory, group_by_id
+from tasks.watchdog import watchdog
 
 
 def evaluate_policy(config: RunConfig, policy_directory: str) -> dict[str, float]:
@@ -42,10 +43,15 @@ def evaluate_policy(config: RunConfig, policy_directory: str) -> dict[str, float
     engine = warm_engine(config, policy_directory)
     with (
         Scorer(config.reward, sampling.max_response_tokens) as scorer,
+        watchdog("evaluate", config.stall_seconds) as beat,
         stage_progress("evaluate", len(prompts.prompts)) as update,
     ):
+        seen = (0, 0)
 
         def progress(now: Scheduler, _seconds: float) -> None:
+            nonlocal seen
+            if seen != (seen := (now.counted.sampled_tokens, now.scored)):
+                beat()
             update(now.scored_groups, f"{now.scored_groups} of {len(prompts.prompts)} prompts answered")
 
         rows, _ = roll_out(engine, scheduler, scorer, sampler, progress=progress)

@@ -8,6 +8,7 @@ again goes on from there: same prompts, same tokens, same books. Written in the 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 import threading
@@ -103,7 +104,8 @@ class Flusher:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         if isinstance(error, Exception) and not isinstance(error, PreemptedError) and self._newest is not None:
-            self._save_all()
+            with contextlib.suppress(ValueError):  # it failed amid a change to the books: the last flush stands
+                self._save_all()
         if self._writer is not None:
             self._writer.join()
 

@@ -85,6 +85,7 @@ class Scheduler:
         self._order: dict[str, int] = {}  # groups by age: as they were carried, then as they were drawn
         self._scored_groups = 0
         self._informative_groups = 0
+        self.scored = 0  # responses scored in this stage, those that failed included
         self._file(carried)
 
     def _file(self, carried: Iterable[Trajectory]) -> None:
@@ -180,6 +181,7 @@ class Scheduler:
     def score(self, row: Trajectory) -> None:
         """Replace an ended trajectory by its scored (or failed) form."""
         self._ended[row.key] = row
+        self.scored += 1
         self._decide(row.group_id)
 
     def _decide(self, group_id: str) -> None:

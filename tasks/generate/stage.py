@@ -23,6 +23,7 @@ from tasks.report.progress import say, stage_progress
 from tasks.report.timeline import Timeline
 from tasks.rewards.scoring import Scorer
 from tasks.trajectory import Status, Trajectory
+from tasks.watchdog import watchdog
 
 
 class Rollouts(NamedTuple):
@@ -150,10 +151,15 @@ def sample_iteration(
     with (
         Scorer(config.reward, config.sampling.max_response_tokens) as scorer,
         flusher,
+        watchdog("generate", config.stall_seconds) as beat,
         stage_progress("generate", config.ready_groups) as update,
     ):
+        seen = (0, 0)
 
         def progress(now: Scheduler, seconds: float) -> None:
+            nonlocal seen
+            if seen != (seen := (now.counted.sampled_tokens, now.scored)):
+                beat()
             flusher.update(now, seconds)
             rate = now.counted.sampled_tokens / max(seconds, 1e-9)
             update(

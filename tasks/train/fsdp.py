@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -75,14 +76,17 @@ def token_logprobs(
 
 
 @contextmanager
-def process_group() -> Iterator[None]:
-    """A default process group: one that exists already, that of torchrun, or one of this process alone."""
+def process_group(stall_seconds: float = 1800.0) -> Iterator[None]:
+    """A default process group: one that exists already, that of torchrun, or one of this process alone.
+
+    A rank that waits longer than `stall_seconds` for another fails.
+    """
     if dist.is_initialized():
         yield
         return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if dist.is_torchelastic_launched():
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timedelta(seconds=stall_seconds))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -25,6 +25,7 @@ from tasks.train.fsdp import PolicyModel, load_model, local_device, process_grou
 from tasks.train.objective import dapo_loss
 from tasks.train.progress import TrainProgress, load_progress, save_progress
 from tasks.trajectory import TrainingRow
+from tasks.watchdog import watchdog
 
 
 class TrainResult(NamedTuple):
@@ -74,7 +75,7 @@ def train_policy(config: RunConfig, directories: Directories) -> TrainResult:
     LogprobMismatchError, all before the first update.
     """
     began = time.monotonic()
-    with process_group():
+    with process_group(config.stall_seconds), watchdog("train", config.stall_seconds) as beat:
         shards = read_shards(directories.batch)
         rows = list(shards)
         incoming = read_policy(directories.policy, verify=dist.get_rank() == 0)
@@ -83,7 +84,10 @@ def train_policy(config: RunConfig, directories: Directories) -> TrainResult:
         updates = 0
         if directories.optimizer is not None:
             updates = load_optimizer(model, optimizer, directories.optimizer, incoming.fingerprint)
-        shares = [_share_of(model, batch, config) for batch in mini_batches(rows, config.train.mini_batch_responses)]
+        shares = []
+        for batch in mini_batches(rows, config.train.mini_batch_responses):
+            shares.append(_share_of(model, batch, config))
+            beat()
         metrics = _age(rows, incoming.version) | _engine_difference(shares, incoming.version)
         limit = config.objective.max_logprob_difference
         if limit is not None and metrics.get("logprob_difference_fresh", 0.0) > limit:
@@ -110,6 +114,7 @@ def train_policy(config: RunConfig, directories: Directories) -> TrainResult:
                     if leads:
                         show(number + 1, f"update {number + 1} of {len(shares)}, loss {update['loss']:.4f}")
                 progress.done = number + 1
+                beat()
                 if progress.done < len(shares) and _agreed(time.monotonic() - saved >= config.train.save_seconds):
                     save_progress(model, optimizer, directories.progress, progress)
                     saved = time.monotonic()
