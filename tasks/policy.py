@@ -53,7 +53,8 @@ def read_policy(directory: str, *, verify: bool = False) -> Policy:
             raise PolicyError(f"{path}: named by {MANIFEST} but not there; the policy is incomplete, use another")
         if verify and file_sha256(path) != digest:
             raise PolicyError(
-                f"{path}: its content is not what {MANIFEST} says; the file is damaged, use another policy"
+                f"{path}: its content is not what {MANIFEST} says; the file is damaged; `resume: latest-good` finds "
+                "the newest state that is not"
             )
     return policy
 

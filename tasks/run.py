@@ -148,7 +148,7 @@ def record(
         iteration=iteration + 1,
         policy=f"policy/{version:04d}",
         carry=f"carry/{iteration + 1:04d}",
-        optimizer=None if optimizer is None else f"optimizer/{iteration + 1:04d}",
+        optimizer=None if optimizer is None else f"optimizer/{version:04d}",
     )
     with task_faults(config.run_directory):
         write_json(f"{config.run_directory}/metrics/{iteration:04d}.json", merged)

@@ -8,8 +8,8 @@
     <output>/<name>/flush/0007/         what iteration 7 had sampled at its last flush; gone when it is complete
     <output>/<name>/training/0007/      weights and moments between its updates; gone when it is complete
     <output>/<name>/carry/0008/         the trajectories that iteration 8 continues
-    <output>/<name>/optimizer/0008/     the optimizer that iteration 8 starts with
     <output>/<name>/policy/0005/        the weights of version 5
+    <output>/<name>/optimizer/0005/     the optimizer after the update that made version 5
     <output>/<name>/state/0008.json     what iteration 8 starts from; written when all the above is complete
 
 A path on this machine is written in place. A URL is written through a temporary directory that Flyte uploads.

@@ -4,14 +4,42 @@ import json
 from pathlib import Path
 
 import pytest
+from training_rows import random_rows
 
 from conftest import recipe
 from rows import group
 from tasks.carry_over.shards import write_shards
 from tasks.config import ConfigError, RunConfig
 from tasks.policy import file_sha256, publish_initial_policy
-from tasks.run import _latest_good_state, _resume
-from tasks.storage import RunState, latest_state, states, write_state
+from tasks.report.metrics import METRICS
+from tasks.run import _latest_good_state, _resume, record
+from tasks.storage import RunState, existing_directory, latest_state, states, write_state
+from tasks.train.task import train
+from tasks.trajectory import BATCH_SCHEMA
+
+
+def test_an_iteration_without_an_update_leaves_a_state_that_can_be_continued(tmp_path, tiny_model):
+    """Policy and optimizer are then those of the iteration before, under the names they have."""
+    config = RunConfig.model_validate(recipe(output=str(tmp_path), name="run", model={"path": str(tiny_model)}))
+    folder = tmp_path / "run"
+    publish_initial_policy(str(tiny_model), str(folder / "policy" / "0000"))
+    policy, optimizer = existing_directory(f"{folder}/policy/0000"), None
+    for iteration, rows in enumerate((random_rows(4), [])):
+        batch = str(folder / "batch" / f"{iteration:04d}")
+        write_shards(rows, batch, extra={"version": min(iteration, 1)}, schema=BATCH_SCHEMA)
+        write_shards([], str(folder / "carry" / f"{iteration + 1:04d}"))
+        trained = train(
+            config=config, iteration=iteration, policy=policy, optimizer=optimizer, batch=existing_directory(batch)
+        )
+        policy, optimizer = trained.policy, trained.optimizer
+        metrics = [dict.fromkeys(METRICS, 0.0)]
+        record(config=config, iteration=iteration, version=trained.version, optimizer=optimizer, metrics=metrics)
+    assert trained.metrics["train/updates"] == 0
+    state = latest_state(str(folder))
+    assert state.iteration == 2
+    for name in (state.policy, state.carry, state.optimizer):
+        assert (folder / name).is_dir(), name
+    assert _latest_good_state(str(folder)) == state
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ import numpy as np
 
 from tasks.config import RunConfig, SamplingConfig
 from tasks.generate.weights import load_into_worker
+from tasks.memory import available_bytes, check_memory, device_bytes, sampling_needs
 from tasks.policy import read_policy
 from tasks.report.progress import say
 from tasks.storage import local_log
@@ -197,6 +198,9 @@ def warm_engine(config: RunConfig, policy_directory: str) -> VLLMEngine:
     key = json.dumps(wanted, sort_keys=True)
     if key not in _warm:
         _warm.clear()  # one engine at a time: it owns the device's memory
+        on_gpu = device_bytes()
+        needs = sampling_needs(config, policy_directory, on_gpu is not None)
+        check_memory("generate", needs, available_bytes() if on_gpu is None else on_gpu)
         say(f"starting the engine; what it has to say is in {local_log(config)}")
         _warm[key] = VLLMEngine(config, policy_directory)
     engine = _warm[key]

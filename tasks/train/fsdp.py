@@ -18,9 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from tasks.config import RunConfig
+from tasks.memory import LOGIT_CHUNK
 from tasks.train.batching import MicroBatch
-
-LOGIT_CHUNK = 1024  # response positions whose logits exist at once
 
 
 class ModelError(RuntimeError):

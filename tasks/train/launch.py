@@ -26,17 +26,27 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tasks.config import RunConfig
+from tasks.faults import RecoverableError
+from tasks.memory import available_bytes, check_memory, device_bytes, training_needs
 from tasks.train.stage import Directories, TrainResult, train_policy
 
 ROOT = Path(__file__).parents[2]
+LOST = ("StallError", "RecoverableError", "imed out", "Connection closed", "Connection reset")
 
 
 class RankError(RuntimeError):
     """A rank failed; the message is that of the first one to fail."""
 
 
+class LostRankError(RankError, RecoverableError):
+    """A rank was killed, or waited in vain for another: a retry may go well."""
+
+
 def train_on_ranks(config: RunConfig, directories: Directories) -> TrainResult:
     """`train_policy` on `train.ranks` ranks of this machine; returns rank 0's result. Raises RankError."""
+    on_gpu = device_bytes()
+    needs = training_needs(config, directories.policy, on_gpu is not None)
+    check_memory("train", needs, available_bytes() if on_gpu is None else on_gpu)
     if config.train.ranks == 1:
         return train_policy(config, directories)
     launch = LaunchConfig(
@@ -57,7 +67,9 @@ def train_on_ranks(config: RunConfig, directories: Directories) -> TrainResult:
         try:
             elastic_launch(launch, sys.executable)("-c", program, str(ROOT), folder)
         except ChildFailedError as error:
-            raise RankError(_cause(error.failures, folder, config.train.ranks)) from None
+            cause = _cause(error.failures, folder, config.train.ranks)
+            lost = "was killed" in cause or any(name in cause for name in LOST)
+            raise (LostRankError if lost else RankError)(cause) from None
         return TrainResult(**json.loads(Path(folder, "result.json").read_text()))
 
 

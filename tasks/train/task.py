@@ -47,7 +47,7 @@ def _train(
         return Trained(policy, optimizer, version, nothing)
     with (
         stage_output(config, "policy", version + 1) as new_policy,
-        stage_output(config, "optimizer", iteration + 1) as new_optimizer,
+        stage_output(config, "optimizer", version + 1) as new_optimizer,
     ):
         directories = Directories(
             policy=policy.download(),

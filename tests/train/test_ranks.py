@@ -63,19 +63,28 @@ def test_what_two_ranks_saved_goes_on_alike_on_one_and_on_three(bench, second):
 
 
 def test_a_failing_rank_gives_its_own_error_at_once(bench, second):
-    """The second file of an optimizer is checked by rank 1 alone; rank 0 waits for it in a collective."""
+    """The checksums of a policy are verified by rank 0 alone; rank 1 waits for it in a collective."""
     assert 3 in second
-    optimizer = Path(bench.path("second-3", "optimizer"))
-    files = sorted(optimizer.glob("*.safetensors"))
-    assert len(files) == 3
-    damage(files[1])
+    policy, optimizer = (bench.path("second-3", kind) for kind in ("policy", "optimizer"))
+    (weights,) = Path(policy).glob("*.safetensors")
+    damage(weights)
     handler = signal.getsignal(signal.SIGTERM)
     began = time.monotonic()
-    with pytest.raises(RankError, match=r"^rank 1 of 2 failed: OptimizerError: .*shard-00002.*its content is not"):
-        bench.train(on_ranks(2), ROWS, name="failed", policy=bench.path("second-3", "policy"), optimizer=str(optimizer))
+    with pytest.raises(RankError, match=r"^rank 0 of 2 failed: PolicyError: .*model-00001.*its content is not"):
+        bench.train(on_ranks(2), ROWS, name="failed", policy=policy, optimizer=optimizer)
     assert time.monotonic() - began < 60
     assert signal.getsignal(signal.SIGTERM) is handler
     assert not Path(bench.path("failed", "policy")).exists()
+
+
+def test_damage_to_an_optimizer_is_known_to_every_rank(bench, second):
+    """Each rank verifies a share of the files; were it to fail alone, the others would wait for it."""
+    assert 1 in second
+    policy, optimizer = (bench.path("second-1", kind) for kind in ("policy", "optimizer"))
+    (weights,) = Path(optimizer).glob("*.safetensors")
+    damage(weights)
+    with pytest.raises(RankError, match=r"^rank [01] of 2 failed: OptimizerError: .*shard-00001.*its content is not"):
+        bench.train(on_ranks(2), ROWS, name="failed-2", policy=policy, optimizer=optimizer)
 
 
 def report(folder, rank, moment, message):
