@@ -71,7 +71,7 @@ def _merged(settings: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     }
 
 
-@task(enable_deck=True, deck_fields=())
+@task(retries=3, enable_deck=True, deck_fields=())
 def conclude_comparison(
     config: RunConfig, directory: str, arms: list[str], seeds: list[int], runs: list[str]
 ) -> Comparison:

@@ -51,7 +51,7 @@ class Result(NamedTuple):
     policy: FlyteDirectory
 
 
-@task
+@task(retries=3)
 def prepare(config: RunConfig) -> Start:
     """Check everything that can be checked without an engine, then make version 0, or find the state to resume from."""
     load_function(config.reward.function)
@@ -84,7 +84,9 @@ def _resume(config: RunConfig) -> Start:
     state = _latest_good_state(base) if config.resume == "latest-good" else latest_state(base)
     if state is None:
         raise ConfigError(f"resume = {config.resume!r}: there is no run to continue (no state/*.json in {base})")
-    if state.iteration >= config.iterations:
+    if state.iteration == config.iterations:
+        say(f"all {config.iterations} iterations of {base} are done; raise iterations to train on")
+    if state.iteration > config.iterations:
         raise ConfigError(
             f"resume = {config.resume!r}: its {state.iteration} iterations are done; raise iterations "
             f"(now {config.iterations}) to train on"
@@ -131,7 +133,7 @@ def _check_data(config: RunConfig, model_directory: str) -> None:
         say(f"{path}: {len(prompts.prompts)} prompts, {prompts.dropped} dropped as too long")
 
 
-@task(enable_deck=True, deck_fields=())
+@task(retries=3, enable_deck=True, deck_fields=())
 def record(
     config: RunConfig,
     iteration: int,
@@ -161,7 +163,7 @@ def record(
     return merged
 
 
-@task(enable_deck=True, deck_fields=())
+@task(retries=3, enable_deck=True, deck_fields=())
 def conclude(
     config: RunConfig, policy: FlyteDirectory, recorded: list[dict[str, float]], final: list[dict[str, float]]
 ) -> Result:

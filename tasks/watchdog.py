@@ -24,6 +24,8 @@ class StallError(RecoverableError):
 def watchdog(stage: str, stall_seconds: float) -> Iterator[Callable[[], None]]:
     """Yields `beat()`, to be called whenever the stage gets on. Raises StallError in the main thread when it does not.
 
+    To be entered in the main thread, where tasks run.
+
     Where the main thread is in native code that does not return, even one that holds the interpreter's lock, the
     process is ended instead, GRACE_SECONDS later, with every stack in the log.
     """

@@ -14,6 +14,7 @@ import pytest
 
 from tasks.config import RunConfig
 
+SECRET = "marked-secret-never-to-be-written"
 ALPHABET = "0123456789+-*=;., abcdefghijklmnopqrstuvwxyz"
 
 
@@ -119,7 +120,7 @@ def s3_server():
     yield {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
     }
     server.kill()
     server.wait()

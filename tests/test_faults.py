@@ -3,11 +3,13 @@
 import errno
 import os
 import subprocess
+import traceback
 
 import fsspec
 import pytest
 from flytekit.exceptions.user import FlyteRecoverableException
 
+from conftest import SECRET
 from faulty_proxy import faulty_proxy
 from rows import group
 from tasks.carry_over.shards import read_shards, write_shards
@@ -115,6 +117,18 @@ def test_denied_access_fails_at_once_with_bucket_key_and_remedy(proxied):
     ):
         read_shards(directory)
     assert len(proxy.injected) <= 2
+
+
+@pytest.mark.parametrize("kind", ["denied", "500", "reset"])
+def test_no_error_text_holds_a_secret(proxied, kind, monkeypatch):
+    import s3fs
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    proxy, directory = proxied
+    proxy.fault = lambda method, path: kind
+    with pytest.raises((StorageError, RecoverableError)) as caught:
+        read_shards(directory)
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_bucket_that_is_not_there_fails_at_once_with_the_remedy(proxied):

@@ -22,7 +22,7 @@ class Kept(NamedTuple):
     metrics: dict[str, float]
 
 
-@task(enable_deck=True, deck_fields=())
+@task(retries=3, enable_deck=True, deck_fields=())
 def carry_over(config: RunConfig, iteration: int, rollouts: FlyteDirectory) -> Kept:
     """Sort the trajectories of an iteration into the training batch, what is carried on, and what is let go."""
     with (

@@ -12,7 +12,7 @@ from tasks.report.progress import chatter_to
 from tasks.storage import local_log
 
 
-@task
+@task(retries=3)
 def evaluate(config: RunConfig, policy: FlyteDirectory) -> dict[str, float]:
     """Accuracy of `policy` on the held-out prompts."""
     with task_faults(config.run_directory), chatter_to(local_log(config)):

@@ -22,7 +22,7 @@ class Generated(NamedTuple):
     metrics: dict[str, float]
 
 
-@task(enable_deck=True, deck_fields=())
+@task(retries=3, enable_deck=True, deck_fields=())
 def generate(config: RunConfig, iteration: int, policy: FlyteDirectory, carry: FlyteDirectory) -> Generated:
     """Continue the carried trajectories and start new ones under `policy`, until enough groups are ready."""
     with (

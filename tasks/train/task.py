@@ -24,7 +24,7 @@ class Trained(NamedTuple):
     metrics: dict[str, float]
 
 
-@task(enable_deck=True, deck_fields=())
+@task(retries=3, enable_deck=True, deck_fields=())
 def train(
     config: RunConfig, iteration: int, policy: FlyteDirectory, optimizer: FlyteDirectory | None, batch: FlyteDirectory
 ) -> Trained:

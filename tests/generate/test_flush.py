@@ -42,6 +42,15 @@ def test_a_stage_that_dies_goes_on_with_every_token_it_had(tmp_path):
     loop.carry_over()
 
 
+def test_a_flush_in_an_object_store_is_continued_from_there(s3):
+    loop = Loop(s3, **LONG)
+    with pytest.raises(EngineDiedError):
+        loop.generate(dies_at_step=20)
+    loop.generate(max_engine_steps=30)
+    assert flushed(loop).manifest.tokens == 20 * 16
+    assert sum(row.tokens for row in rollouts(loop).values()) == 30 * 16
+
+
 def test_prompts_are_not_drawn_twice_after_a_death(tmp_path):
     loop = Loop(tmp_path, length_of=lambda name: 3, function="test_loop:never_the_same", data={"shuffle": False})
     with pytest.raises(EngineDiedError):

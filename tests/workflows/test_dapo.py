@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from conftest import recipe, write_prompts
+from conftest import SECRET, recipe, write_prompts
 from tasks.carry_over.shards import read_shards
 from tasks.report.metrics import METRICS
 from tasks.storage import latest_state, read_metrics
@@ -203,6 +203,25 @@ def test_a_run_in_an_object_store_equals_a_local_one_and_resumes_from_there(undi
     code, output = run(write_recipe(tmp_path, f"{s3}/model", resume=f"{s3}/runs/run", **sections))
     assert code == 0, output
     assert books(f"{s3}/runs/run") == books(undisturbed[0])
+    written = store.cat(store.find(f"{s3}/runs"))
+    assert len(written) > 30
+    assert not [name for name, content in written.items() if SECRET.encode() in content]
+    assert SECRET not in output
+
+
+def test_a_run_killed_after_its_last_iteration_can_still_be_concluded(undisturbed, tmp_path, tiny_model):
+    directory = tmp_path / "runs" / "run"
+    shutil.copytree(undisturbed[0], directory)
+    (directory / "report.html").unlink()
+    (directory / "metrics" / "0004.json").unlink()
+    code, output = run(write_recipe(tmp_path, tiny_model, resume="latest"))
+    assert code == 0, output
+    assert (directory / "report.html").exists()
+    assert (
+        read_metrics(str(directory))[4]["evaluate/accuracy"]
+        == read_metrics(str(undisturbed[0]))[4]["evaluate/accuracy"]
+    )
+    assert books(directory) == books(undisturbed[0])
 
 
 def test_a_taken_name_gets_a_number(undisturbed, tiny_model):

@@ -12,6 +12,7 @@ from training_rows import Bench, assert_same_weights, random_rows
 
 from conftest import recipe
 from tasks.config import RunConfig
+from tasks.policy import read_policy
 from tasks.train import stage
 
 ROWS = random_rows(24)
@@ -19,7 +20,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from training_rows import Bench
-from test_progress import ROWS, make_config
+from test_train_progress import ROWS, make_config
 bench = Bench(Path(sys.argv[1]), Path(sys.argv[2]))
 bench.train(make_config(), ROWS, name="killed")
 """
@@ -76,6 +77,13 @@ def test_no_update_is_repeated_and_the_weights_are_the_same_bit_for_bit(bench, u
     assert {name: value for name, value in killed.items() if name != "seconds"} == {
         name: value for name, value in undisturbed.items() if name != "seconds"
     }
+
+
+def test_a_stage_that_runs_twice_publishes_the_same_policy(bench):
+    bench.train(make_config(), ROWS)
+    first = read_policy(bench.path("next", "policy"))
+    bench.train(make_config(save_seconds=1000.0), ROWS)
+    assert read_policy(bench.path("next", "policy")) == first
 
 
 def test_without_time_for_a_save_the_stage_starts_over(bench, updates):
