@@ -77,13 +77,27 @@ class Quantity:
     of: Callable[[ArmRun, list[dict[str, float]]], float]  # of a run and its steady iterations
     as_ratio: bool = False
 
+    def value(self, config: RunConfig, run: ArmRun) -> float:
+        """NaN for a run that had no steady iteration, or sampled nothing in them."""
+        rows = steady(config, run)
+        try:
+            return self.of(run, rows) if rows else math.nan
+        except ZeroDivisionError:
+            return math.nan
+
 
 def _total(rows: Sequence[Mapping[str, float]], *names: str) -> float:
     return float(sum(row[name] for row in rows for name in names))
 
 
 def _mean(rows: Sequence[Mapping[str, float]], name: str) -> float:
-    return float(np.mean([row[name] for row in rows]))
+    known = [row[name] for row in rows if math.isfinite(row[name])]
+    return float(np.mean(known)) if known else math.nan
+
+
+def _mean_over_trained(rows: Sequence[Mapping[str, float]], name: str) -> float:
+    """Mean of a metric of batches, over their tokens."""
+    return sum(row[name] * _trained([row]) for row in rows) / _trained(rows)
 
 
 def _trained(rows: Sequence[Mapping[str, float]]) -> float:
@@ -140,14 +154,23 @@ QUANTITIES = (
         ".1%",
         lambda _, rows: _total(rows, "generate/reprefilled_tokens") / _total(rows, "generate/tokens"),
     ),
-    Quantity("off-policy share of trained tokens", ".1%", lambda _, rows: _mean(rows, "carry/off_policy_share")),
-    Quantity("mean lag of trained tokens, versions", ".2f", lambda _, rows: _mean(rows, "carry/mean_version_lag")),
+    Quantity(
+        "off-policy share of trained tokens", ".1%", lambda _, rows: _mean_over_trained(rows, "carry/off_policy_share")
+    ),
+    Quantity(
+        "mean lag of trained tokens, versions",
+        ".2f",
+        lambda _, rows: _mean_over_trained(rows, "carry/mean_version_lag"),
+    ),
     Quantity(
         "greatest lag of a trained token, versions",
         ".0f",
         lambda _, rows: max(row["carry/max_version_lag"] for row in rows),
     ),
 )
+
+
+_QUANTITY = {quantity.name: quantity for quantity in QUANTITIES}
 
 
 def read_arm(arm: str, seed: int, run_directory: str) -> ArmRun:
@@ -197,16 +220,13 @@ def _conditions(config: RunConfig, runs: Sequence[ArmRun]) -> str:
 
 
 def steady(config: RunConfig, run: ArmRun) -> list[dict[str, float]]:
-    """The iterations after the warm-up that trained on something."""
-    return [row for row in run.iterations[config.compare.warm_up :] if row["ledger/groups_trained"]]
+    """The iterations after the warm-up, those without a batch included: their time and tokens count."""
+    return run.iterations[config.compare.warm_up :]
 
 
 def summaries(config: RunConfig, runs: Sequence[ArmRun]) -> list[dict[str, Any]]:
     """Every quantity of every run."""
-    return [
-        {"arm": run.arm, "seed": run.seed} | {q.name: q.of(run, steady(config, run)) for q in QUANTITIES}
-        for run in runs
-    ]
+    return [{"arm": run.arm, "seed": run.seed} | {q.name: q.value(config, run) for q in QUANTITIES} for run in runs]
 
 
 def _by_arm(runs: Sequence[ArmRun]) -> dict[str, list[ArmRun]]:
@@ -222,9 +242,7 @@ def comparison_table(config: RunConfig, runs: Sequence[ArmRun]) -> str:
     """Mean ± standard deviation over seeds for each arm; ratios are of the first arm to the other, seed by seed."""
     rows = []
     for quantity in QUANTITIES:
-        values = {
-            arm: [quantity.of(run, steady(config, run)) for run in members] for arm, members in _by_arm(runs).items()
-        }
+        values = {arm: [quantity.value(config, run) for run in members] for arm, members in _by_arm(runs).items()}
         first = next(iter(values.values()))
         cells = []
         for arm, found in values.items():
@@ -244,12 +262,12 @@ def statements(config: RunConfig, runs: Sequence[ArmRun]) -> list[str]:
     first, *others = arms
     lines = []
     measures = (
-        ("mean reward over steady iterations", lambda run: _mean(steady(config, run), "carry/reward")),
-        ("held-out accuracy at the end", lambda run: _final_accuracy(run, None)),
+        ("mean reward over steady iterations", _QUANTITY["mean reward"]),
+        ("held-out accuracy at the end", _QUANTITY["held-out accuracy at the end"]),
     )
     for other in others:
-        for name, of in measures:
-            result = _welch([of(run) for run in arms[first]], [of(run) for run in arms[other]])
+        for name, quantity in measures:
+            result = _welch(*([quantity.value(config, run) for run in arms[arm]] for arm in (first, other)))
             lines.append(f"{name}, {first} against {other}: {result}")
     unbiased = next((arm for arm in arms if not _arm_setting(config, arm, "enabled", True)), None)
     if unbiased is not None:
@@ -271,7 +289,7 @@ def _welch(one: Sequence[float], other: Sequence[float]) -> str:
 
     difference = float(np.mean(one) - np.mean(other))
     if min(len(one), len(other)) < 2 or not np.isfinite([*one, *other]).all():
-        return f"difference {difference:+.3f}; with one seed there is no test"
+        return f"difference {difference:+.3f}; with fewer than two values for each there is no test"
     test = ttest_ind(one, other, equal_var=False)
     low, high = test.confidence_interval(0.95)
     differ = "differ" if test.pvalue < 0.05 else "do not differ detectably"
@@ -298,6 +316,8 @@ def scored_lengths(config: RunConfig, runs: Sequence[ArmRun]) -> np.ndarray:
 def _length_statement(arm: str, lengths: np.ndarray, unbiased: str, reference: np.ndarray) -> str:
     from scipy.stats import ks_2samp
 
+    if not len(lengths) or not len(reference):
+        return f"response lengths, {arm} against {unbiased}: an arm had no ready group in its steady iterations"
     distance = ks_2samp(lengths, reference).statistic
     return (
         f"response lengths, {arm} against {unbiased} (which waits for every response and so is unbiased): mean "
@@ -329,10 +349,10 @@ def _figures(config: RunConfig, runs: Sequence[ArmRun]) -> dict[str, tuple[str, 
 
         return paint
 
-    def bars(of: Callable[[ArmRun, list[dict[str, float]]], float], unit: str) -> Paint:
+    def bars(quantity: Quantity, unit: str) -> Paint:
         def paint(axes: Any) -> None:
             for number, (arm, members) in enumerate(arms.items()):
-                values = [of(run, steady(config, run)) for run in members]
+                values = [quantity.value(config, run) for run in members]
                 axes.bar(number, np.mean(values), 0.6, color=colours[arm], alpha=0.85)
                 axes.plot([number] * len(values), values, "o", color="#374151", markersize=4)
             axes.set_xticks(range(len(arms)), list(arms))
@@ -371,18 +391,17 @@ def _figures(config: RunConfig, runs: Sequence[ArmRun]) -> dict[str, tuple[str, 
             rows = [row for run in members for row in steady(config, run)]
             kinds = (("trained", BLUE), ("masked", "#1e3a8a"), ("filtered", "#8b95a1"), ("discarded", RED))
             for kind, colour in kinds:
-                share = _total(rows, f"ledger/tokens_{kind}") / _total(rows, "ledger/tokens_entered")
+                share = _total(rows, f"ledger/tokens_{kind}") / max(_total(rows, "ledger/tokens_entered"), 1.0)
                 axes.bar(number, share, 0.6, bottom=base, color=colour, label=kind if number == 0 else None)
                 base += share
         axes.set_xticks(range(len(arms)), list(arms))
         axes.set_ylabel("of the tokens sampled")
         axes.legend(frameon=False, fontsize=8)
 
-    throughput = QUANTITIES[0].of
     return {
         "throughput": (
             "Rollout throughput",
-            bars(throughput, "trained tokens per second of generate"),
+            bars(QUANTITIES[0], "trained tokens per second of generate"),
             "a point a seed",
         ),
         "latency": ("Sampling latency of an iteration", latencies, "box: quartiles; whiskers: 5th and 95th percentile"),
@@ -434,7 +453,7 @@ def comparison_lines(config: RunConfig, runs: Sequence[ArmRun]) -> list[str]:
     width = max(len(quantity.name) for quantity in QUANTITIES)
     lines = [" " * width + "".join(f"{arm:>16}" for arm in arms)]
     for quantity in QUANTITIES:
-        means = [np.mean([quantity.of(run, steady(config, run)) for run in members]) for members in arms.values()]
+        means = [np.mean([quantity.value(config, run) for run in members]) for members in arms.values()]
         lines.append(
             f"{quantity.name:<{width}}" + "".join(f"{format(float(mean), quantity.form):>16}" for mean in means)
         )

@@ -189,8 +189,8 @@ def health(config: RunConfig, history: History) -> list[tuple[bool, str]]:
             f"{total('train/nonfinite_tokens')} tokens had no finite log-prob",
         ),
         (
-            last["carry/truncated_share"] < 0.2,
-            f"{last['carry/truncated_share']:.0%} of the newest responses ended by their budget",
+            not last["carry/truncated_share"] >= 0.2,  # also where no group was ready
+            f"{number(last['carry/truncated_share'], '.0%')} of the newest responses ended by their budget",
         ),
     ]
     fresh = _known(rows, "train/logprob_difference_fresh")

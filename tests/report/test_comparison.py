@@ -90,7 +90,16 @@ def test_statement_finds_a_difference_of_rewards_and_none_where_there_is_none(re
 
 def test_one_seed_is_no_test():
     lines = statements(make_config(), [arm_run("partial", 1), arm_run("synchronous", 1)])
-    assert all("with one seed there is no test" in line for line in lines if "lengths" not in line)
+    assert all("there is no test" in line for line in lines if "lengths" not in line)
+
+
+def test_an_arm_that_trained_on_nothing_is_still_compared(tmp_path):
+    config, runs = make_config(), runs_with()
+    for row in runs[0].history:
+        row |= {"ledger/tokens_trained": 0.0, "generate/tokens": 0.0, "carry/reward": math.nan}
+    write_comparison(config, str(tmp_path), runs)
+    assert math.isnan(summaries(config, runs)[0]["mean reward"])
+    assert any("there is no test" in line for line in comparison_lines(config, runs))
 
 
 def test_lengths_are_compared_with_the_arm_that_waits_for_all():
