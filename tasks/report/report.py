@@ -66,7 +66,7 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
     "Policy": (
         Chart("Entropy", (("train/entropy", "policy"),)),
         Chart("Clipping", (("train/clip_fraction", "clipped"), ("train/dual_clip_fraction", "dual clip"))),
-        Chart("Divergence from the policy before the update", (("train/kl", "k3 estimate"),)),
+        Chart("KL divergence of an update", (("train/kl", "k3 estimate"),)),
         Chart("Gradient norm", (("train/gradient_norm", "before clipping"),)),
         Chart("Loss", (("train/loss", "objective"),)),
         Chart("Learning rate", (("train/learning_rate", "AdamW"),)),
