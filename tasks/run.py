@@ -23,6 +23,7 @@ from tasks.storage import (
     RunState,
     existing_directory,
     fetch_model,
+    has_samples,
     latest_state,
     read_metrics,
     remove_superseded,
@@ -71,9 +72,12 @@ def _start(config: RunConfig) -> Start:
 
 
 def _with_free_name(config: RunConfig) -> RunConfig:
-    """A run never writes into another: where the name is taken, the next of name-2, name-3, … is used."""
+    """A run never writes into another: where the name is taken, the next of name-2, name-3, … is used.
+
+    A run that has sampled nothing yet does not take its name: this task may be a retry of the one that began it.
+    """
     name, number = config.name, 1
-    while latest_state(config.run_directory) is not None:
+    while has_samples(config.run_directory):
         number += 1
         config = config.model_copy(update={"name": f"{name}-{number}"})
     return config

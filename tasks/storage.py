@@ -112,6 +112,14 @@ def states(run_directory: str) -> list[RunState]:
     return [RunState(**content) for content in _numbered_json(run_directory, "state")]
 
 
+def has_samples(run_directory: str) -> bool:
+    """Whether anything was ever sampled in a run of that directory."""
+    with named_faults(run_directory):
+        filesystem, root = fsspec.core.url_to_fs(run_directory)
+        filesystem.invalidate_cache()
+        return any(filesystem.glob(f"{root}/{stage}/[0-9]*/*") for stage in ("flush", "rollouts"))
+
+
 def set_aside(run_directory: str, state: RunState) -> None:
     """Never start from this state again; it is kept under another name."""
     with named_faults(run_directory):

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from training_rows import random_rows
 
-from conftest import recipe
+from conftest import recipe, write_prompts
 from rows import group
 from tasks.carry_over.shards import write_shards
 from tasks.config import ConfigError, RunConfig
 from tasks.policy import file_sha256, publish_initial_policy
 from tasks.report.metrics import METRICS
-from tasks.run import _latest_good_state, _resume, record
+from tasks.run import _latest_good_state, _resume, prepare, record
 from tasks.storage import RunState, existing_directory, latest_state, states, write_state
 from tasks.train.task import train
 from tasks.trajectory import BATCH_SCHEMA
@@ -40,6 +40,18 @@ def test_an_iteration_without_an_update_leaves_a_state_that_can_be_continued(tmp
     for name in (state.policy, state.carry, state.optimizer):
         assert (folder / name).is_dir(), name
     assert _latest_good_state(str(folder)) == state
+
+
+def test_a_start_that_is_retried_keeps_its_name_until_something_was_sampled(tmp_path, tiny_model):
+    write_prompts(tmp_path / "train.jsonl")
+    config = RunConfig.model_validate(
+        recipe(
+            output=str(tmp_path), name="run", model={"path": str(tiny_model)}, data={"train": f"{tmp_path}/train.jsonl"}
+        )
+    )
+    assert [prepare(config=config).config.name for _ in range(2)] == ["run", "run"]
+    write_shards(group("g", [0.0, 1.0]), str(tmp_path / "run" / "flush" / "0000"))
+    assert prepare(config=config).config.name == "run-2"
 
 
 @pytest.fixture
