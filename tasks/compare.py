@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import fsspec
 from flytekit import Deck, task
 
 from tasks.config import ConfigError, RunConfig
 from tasks.report.comparison import comparison_lines, read_arm, write_comparison
 from tasks.report.progress import say
+from tasks.storage import free_directory
 
 
 class Comparison(NamedTuple):
@@ -27,12 +27,7 @@ class Arm(NamedTuple):
 
 def comparison_directory(config: RunConfig) -> str:
     """Where a new comparison goes: `<output>/<name>-compare`, or the first such name with a number that is free."""
-    base = f"{config.run_directory}-compare"
-    filesystem, root = fsspec.core.url_to_fs(base)
-    number = 1
-    while filesystem.exists(root if number == 1 else f"{root}-{number}"):
-        number += 1
-    return base if number == 1 else f"{base}-{number}"
+    return free_directory(f"{config.run_directory}-compare")
 
 
 def arms_of(config: RunConfig, directory: str) -> list[Arm]:

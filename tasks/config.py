@@ -7,12 +7,22 @@ otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -33,24 +43,76 @@ class Settings(BaseModel):
 
 class ModelConfig(Settings):
     path: str
-    """Initial policy: a Hugging Face directory (config, safetensors, tokenizer) at a local path or fsspec URL."""
+    """Initial policy: a Hugging Face directory (config, safetensors, tokenizer) at a local path or fsspec URL, or the
+    id of one on the Hugging Face hub, `organisation/name`."""
+
+    revision: str | None = None
+    """Commit, tag or branch of a model on the hub; default: its main branch."""
 
     trust_remote_code: bool = False
     """Whether code inside the model directory may run."""
 
 
-class DataConfig(Settings):
-    train: str
-    """Training prompts: parquet or JSONL in verl's schema, local path or fsspec URL."""
+COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info")
 
-    heldout: str | None = None
-    """Prompts that are never trained on, for `evaluate`."""
+
+class PromptSource(Settings):
+    """A set of prompts. In a recipe its path alone will do."""
+
+    path: str
+    """Parquet, JSONL, a folder of those, or a directory that Hugging Face `datasets` saved (with several splits, name
+    one: `…/train`); at a local path or fsspec URL (`hf://datasets/…` too)."""
+
+    weight: PositiveFloat = 1.0
+    """How often an epoch draws each of its prompts: 2 means twice, 0.25 a quarter of them, each epoch the next one."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_-]*[A-Za-z0-9])?$")] | None = None
+    """What its metrics and prompts are called, where there are several sets; default: the last part of the path."""
+
+    columns: dict[str, str] = {}
+    """Where a set has other columns than verl's: `prompt`, `ground_truth`, `data_source`, `extra_info`, each with the
+    set's own name for it, e.g. {prompt: question, ground_truth: answer}."""
+
+    @property
+    def label(self) -> str:
+        return self.name or re.sub(r"[^A-Za-z0-9]+", "-", Path(self.path).stem).strip("-") or "prompts"
+
+
+def _as_sources(value: Any) -> Any:
+    if value is None:
+        return ()
+    items = value if isinstance(value, list | tuple) else [value]
+    return [{"path": item} if isinstance(item, str) else item for item in items]
+
+
+PromptSources = Annotated[tuple[PromptSource, ...], BeforeValidator(_as_sources)]
+
+
+class DataConfig(Settings):
+    train: Annotated[PromptSources, Field(min_length=1)]
+    """Training prompts in verl's schema: a path, or a list of sets with their weights."""
+
+    heldout: PromptSources = ()
+    """Prompts that are never trained on, for `evaluate`: a path, or a list of sets."""
+
+    system_prompt: str | None = None
+    """System message put before prompts that have none."""
+
+    template_options: dict[str, Any] = {}
+    """What the model's chat template is told besides the messages, e.g. {enable_thinking: false} for Qwen3."""
+
+    add_bos: bool | None = None
+    """Whether to put the tokenizer's beginning-of-sequence token before prompts that the chat template leaves without
+    one. Default: stop and ask, since some models babble without it."""
+
+    duplicates: Literal["keep", "drop"] = "keep"
+    """What to do with a prompt that an earlier row has asked already, word for word."""
 
     max_prompt_tokens: PositiveInt = 2048
     """Prompts longer than this, after the chat template, are dropped and counted."""
 
     shuffle: bool = True
-    """Draw in a fresh order each epoch (from `seed` and the epoch number); otherwise in file order."""
+    """Draw in a fresh order each epoch (from `seed` and the epoch number); otherwise in the order of the sets."""
 
 
 class SamplingConfig(Settings):
@@ -74,10 +136,30 @@ class SamplingConfig(Settings):
     is in the batch. Costs the engine one small kernel per sequence and step."""
 
 
-class RewardConfig(Settings):
+class RewardTerm(Settings):
+    """A further reward, added to that of the accuracy."""
+
     function: str
-    """Scorer `package.module:function` with verl's signature (data_source, solution_str, ground_truth, extra_info),
-    returning the accuracy in [0, 1]."""
+    """A scorer like `reward.function`; its value may be any finite number."""
+
+    weight: float = 1.0
+    """What its value is multiplied by."""
+
+
+class RewardConfig(Settings):
+    """How responses are scored. In a recipe the scorer alone will do: `reward: tasks.rewards.math:compute_score`."""
+
+    function: str
+    """Scorer of the accuracy in [0, 1]: `package.module:function` or `path/to/file.py:function`, with verl's signature
+    (see `tasks/rewards/scoring.py`). Shipped: `tasks.rewards.math:compute_score`, `tasks.rewards.gsm8k:compute_score`,
+    `tasks.rewards.exact_match:compute_score`."""
+
+    by_data_source: dict[str, str] = {}
+    """Other scorers for prompts of some `data_source`, by its name."""
+
+    terms: tuple[RewardTerm, ...] = ()
+    """Rewards added to that of the accuracy, each with its weight, e.g. for the format (`tasks/rewards/formats.py`).
+    They shape the reward; which groups are informative is decided by the accuracy alone."""
 
     correct: float = 1.0
     """Reward at accuracy 1 (DAPO eq. 7)."""
@@ -96,6 +178,9 @@ class RewardConfig(Settings):
 
     timeout_seconds: PositiveFloat = 30.0
     """A score that takes longer is given up (`score_status: timeout`) and its worker replaced."""
+
+    worker_memory_gib: PositiveFloat = 4.0
+    """Memory of a scorer process; a score that needs more is given up (`score_status: error`)."""
 
     max_error_rate: Share = 0.05
     """The run stops when a larger share of an iteration's scores failed."""
@@ -177,6 +262,20 @@ class ObjectiveConfig(Settings):
     tis_cap: PositiveFloat = 2.0
     """Cap of the importance weight exp(proximal − behaviour) (truncated importance sampling)."""
 
+    ratio: Literal["token", "sequence"] = "token"
+    """Probability ratio of each token; or of whole responses, their geometric mean (GSPO, arXiv:2507.18071), which
+    needs `partial_rollout.enabled: false`: a response of several versions has no one policy to be compared with."""
+
+    scale_advantages: bool = True
+    """Divide a group's advantages by its standard deviation (DAPO eq. 9); false leaves them unscaled, as Dr. GRPO does
+    (arXiv:2503.20783, section 3.2)."""
+
+    kl_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weight of the divergence from the reference model, `model.path` (GRPO, arXiv:2402.03300 eq. 3 and 4). DAPO: 0."""
+
+    entropy_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weight of an entropy bonus. DAPO: 0."""
+
     overlong_filter: bool = False
     """Leave truncated responses out of the loss (DAPO section 3.4) instead of only punishing them."""
 
@@ -206,6 +305,12 @@ class TrainConfig(Settings):
     warmup_updates: NonNegativeInt | None = None
     """Updates of linear warm-up; default: those of 20 iterations."""
 
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up, falling to `final_learning_rate` at the last update of the last iteration."""
+
+    final_learning_rate: Annotated[float, Field(ge=0.0)] = 0.0
+    """Where a linear or cosine schedule ends."""
+
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
     """Decoupled weight decay."""
 
@@ -216,7 +321,11 @@ class TrainConfig(Settings):
     """Clip of the global gradient norm."""
 
     param_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Compute precision of forward and backward; master weights and optimizer stay float32."""
+    """Compute precision of forward and backward."""
+
+    master_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of master weights and moments. bfloat16 halves their memory, and loses updates smaller than 1/256 of a
+    weight: at DAPO's learning rate, most of them."""
 
     attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
     """Attention kernel of the trainer; flash_attention_2 needs its package and a GPU."""
@@ -227,16 +336,33 @@ class TrainConfig(Settings):
     activation_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, about a third more compute."""
 
+    compile: bool = False
+    """Compile each decoder layer with torch.compile: slower to start, faster on a GPU."""
+
+    fused_kernels: bool = False
+    """Replace norms, rotary embeddings and MLPs by Liger's fused kernels; needs a GPU and the extra `liger`."""
+
 
 class EvaluateConfig(Settings):
     every: NonNegativeInt = 0
     """Evaluate on `data.heldout` before every so many iterations, the first included, and after the last; 0: never."""
 
     samples_per_prompt: PositiveInt = 1
-    """Responses per held-out prompt; accuracy is their mean."""
+    """Responses per held-out prompt, n; accuracy is their mean (avg@n)."""
+
+    at: tuple[PositiveInt, ...] | None = None
+    """The k of pass@k and maj@k; default: 1, 2, 4, … up to n, and n."""
 
     sampling: SamplingConfig | None = None
     """Sampling for evaluation; default: that of training."""
+
+    seed: NonNegativeInt | None = None
+    """Seeds the answers; default: the run's `seed`."""
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        n = self.samples_per_prompt
+        return self.at or tuple(sorted({2**power for power in range(n.bit_length()) if 2**power <= n} | {n}))
 
 
 class CompareConfig(Settings):
@@ -290,6 +416,10 @@ class RunConfig(Settings):
     keep_every: NonNegativeInt = 0
     """Besides those, keep every so many iterations; 0: none."""
 
+    keep_best: str | None = "evaluate/accuracy"
+    """Besides those, keep the policy for which this metric was greatest so far, and name it in `best.json`; null: no
+    such policy."""
+
     stall_seconds: PositiveFloat = 1800.0
     """A stage that makes no progress for so long (no token, no score, no update) is ended with a named cause."""
 
@@ -308,6 +438,13 @@ class RunConfig(Settings):
     evaluate: EvaluateConfig = EvaluateConfig()
     compare: CompareConfig = CompareConfig()
     trackers: TrackersConfig = TrackersConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reward_by_its_function(cls, settings: Any) -> Any:
+        if isinstance(settings, dict) and isinstance(settings.get("reward"), str):
+            return settings | {"reward": {"function": settings["reward"]}}
+        return settings
 
     @property
     def run_directory(self) -> str:
@@ -412,6 +549,38 @@ class RunConfig(Settings):
             )
         if self.evaluate.every and not self.data.heldout:
             problems.append("evaluate.every is set but data.heldout is not; name a held-out file, or set it to 0")
+        for name, sources in (("train", self.data.train), ("heldout", self.data.heldout)):
+            labels = [source.label for source in sources]
+            if repeated := sorted({label for label in labels if labels.count(label) > 1}):
+                problems.append(
+                    f"data.{name}: {len(labels)} sets, of which several are called {', '.join(repeated)}; give each a "
+                    "name"
+                )
+            problems += [
+                f"data.{name}: {source.path}: columns has unknown {', '.join(unknown)}; known: {', '.join(COLUMNS)}"
+                for source in sources
+                if (unknown := sorted(source.columns.keys() - set(COLUMNS)))
+            ]
+        if too_many := [k for k in self.evaluate.ks if k > self.evaluate.samples_per_prompt]:
+            problems.append(
+                f"evaluate.at = {list(self.evaluate.ks)}: pass@{max(too_many)} needs evaluate.samples_per_prompt of at "
+                f"least {max(too_many)}, now {self.evaluate.samples_per_prompt}"
+            )
+        if self.objective.ratio == "sequence" and partial.enabled:
+            problems.append(
+                "objective.ratio = 'sequence' needs partial_rollout.enabled: false: a response that several versions "
+                "sampled has no one policy to be compared with"
+            )
+        if self.objective.ratio == "sequence" and self.objective.correction != "none":
+            problems.append(
+                f"objective.ratio = 'sequence' with objective.correction = {self.objective.correction!r}: set it to "
+                "none; without partial rollout nothing is off-policy"
+            )
+        if self.train.schedule != "constant" and self.train.final_learning_rate > self.train.learning_rate:
+            problems.append(
+                f"train.final_learning_rate = {self.train.final_learning_rate} is above train.learning_rate = "
+                f"{self.train.learning_rate}; a {self.train.schedule} schedule falls"
+            )
         return problems
 
 
@@ -431,7 +600,13 @@ def _describe(error: ValidationError) -> str:
 def _section(location: tuple[int | str, ...]) -> type[Settings]:
     section: type[Settings] = RunConfig
     for part in location:
-        annotation = section.model_fields[str(part)].annotation
-        choices = getattr(annotation, "__args__", (annotation,))
-        section = next(choice for choice in choices if isinstance(choice, type) and issubclass(choice, Settings))
+        if isinstance(part, str):
+            section = next(_settings_in(section.model_fields[part].annotation))
     return section
+
+
+def _settings_in(annotation: Any) -> Iterator[type[Settings]]:
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _settings_in(part)

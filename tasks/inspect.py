@@ -20,7 +20,8 @@ from rich.text import Text
 
 from tasks.carry_over.shards import Manifest, ShardError, Shards, read_shards
 from tasks.policy import MANIFEST
-from tasks.prompts import DataError, load_tokenizer
+from tasks.prompt_files import DataError
+from tasks.prompts import load_tokenizer
 from tasks.trajectory import Trajectory, segment_texts
 
 COLOURS = ("cyan", "yellow", "green", "magenta", "red", "blue")

@@ -47,7 +47,7 @@ def training_needs(config: RunConfig, model_directory: str, on_gpu: bool) -> dic
     """Bytes that train needs: on a GPU those of one rank, on a CPU those of all ranks, which share the machine."""
     train, shape = config.train, _architecture(model_directory)
     parameters = parameter_count(model_directory)
-    states = 16 * parameters  # float32 weights, gradients and two moments, sharded over the ranks
+    states = 4 * BYTES[train.master_dtype] * parameters  # weights, gradients and two moments, sharded over the ranks
     tokens = max(train.micro_batch_tokens, config.max_context_tokens)
     layers = shape["num_hidden_layers"]
     # 17 values per token, layer and hidden unit (arXiv:2205.05198 eq. 2, attention matrices never being whole); with
@@ -58,7 +58,8 @@ def training_needs(config: RunConfig, model_directory: str, on_gpu: bool) -> dic
     each = {"activations (train.micro_batch_tokens)": float(activations), "logits": float(logits)}
     if on_gpu:
         return RUNTIME | {"weights, gradients and moments (train.ranks)": states / train.ranks} | each
-    loading = 4 * parameters * train.ranks  # every rank reads the whole model before it is sharded
+    # every rank reads the whole model before it is sharded
+    loading = BYTES[train.master_dtype] * parameters * train.ranks
     return {
         "libraries": RUNTIME["libraries"] * train.ranks,
         "weights, gradients and moments": float(states + loading),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,21 +12,24 @@ from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 
 from tasks.carry_over.shards import ShardError, read_shards, write_shards
-from tasks.config import ConfigError, RunConfig
+from tasks.config import ConfigError, PromptSource, RunConfig
 from tasks.faults import task_faults
 from tasks.policy import MANIFEST, OPTIMIZER_MANIFEST, first_damage, publish_initial_policy
 from tasks.prompts import warm_prompts
-from tasks.report.lines import evaluation_line, iteration_lines
+from tasks.report.lines import evaluation_lines, iteration_lines
+from tasks.report.metrics import describe
 from tasks.report.progress import say
 from tasks.report.report import summary, write_report
 from tasks.report.trackers import end_tracking, track
-from tasks.rewards.scoring import load_function
+from tasks.resume import changed_settings, check_carry, fingerprints
+from tasks.rewards.scorers import check_scorers
 from tasks.storage import (
     RunState,
     existing_directory,
     fetch_model,
     has_samples,
     latest_state,
+    read_json,
     read_metrics,
     remove_superseded,
     set_aside,
@@ -55,7 +60,9 @@ class Result(NamedTuple):
 @task(retries=3)
 def prepare(config: RunConfig) -> Start:
     """Check everything that can be checked without an engine, then make version 0, or find the state to resume from."""
-    load_function(config.reward.function)
+    check_scorers(config.reward)
+    if config.keep_best is not None and describe(config.keep_best) is None:
+        raise ConfigError(f"keep_best = {config.keep_best!r} is no metric; all of them are in tasks/report/metrics.py")
     with task_faults(config.run_directory):
         return _start(config) if config.resume is None else _resume(config)
 
@@ -63,10 +70,11 @@ def prepare(config: RunConfig) -> Start:
 def _start(config: RunConfig) -> Start:
     config = _with_free_name(config)
     with stage_output(config, "policy", 0) as policy:
-        publish_initial_policy(fetch_model(config.model.path), policy.path)
-        _check_data(config, policy.path)
+        publish_initial_policy(fetch_model(config.model.path, config.model.revision), policy.path)
+        check_data(config, policy.path, (*config.data.train, *config.data.heldout))
     with stage_output(config, "carry", 0) as carry:
         write_shards([], carry.path)
+    write_json(f"{config.run_directory}/recipe.json", config.model_dump(mode="json"))
     write_state(config.run_directory, RunState(iteration=0, policy="policy/0000", carry="carry/0000"))
     return Start(config, 0, policy.directory, None, carry.directory)
 
@@ -96,10 +104,20 @@ def _resume(config: RunConfig) -> Start:
             f"(now {config.iterations}) to train on"
         )
     policy = existing_directory(f"{base}/{state.policy}")
-    _check_data(config, fetch_model(f"{base}/{state.policy}"))
+    model_directory = fetch_model(f"{base}/{state.policy}")
+    check_data(config, model_directory, (*config.data.train, *config.data.heldout))
+    settings = config.model_dump(mode="json")
+    changed = changed_settings(read_json(f"{base}/recipe.json") or settings, settings)
+    _, sets = warm_prompts(config.data.train, model_directory, config)
+    carry = f"{base}/{state.carry}"
+    saved = read_shards(carry).manifest.fingerprints
+    check_carry(carry, saved, fingerprints(config, model_directory, sets), changed)
+    for key, change in changed.items():
+        say(f"changed since then: {key}: {change}")
+    write_json(f"{config.run_directory}/recipe.json", settings)
     optimizer = None if state.optimizer is None else existing_directory(f"{base}/{state.optimizer}")
     say(f"resuming {base} at iteration {state.iteration}")
-    return Start(config, state.iteration, policy, optimizer, existing_directory(f"{base}/{state.carry}"))
+    return Start(config, state.iteration, policy, optimizer, existing_directory(carry))
 
 
 def _latest_good_state(base: str) -> RunState | None:
@@ -124,7 +142,8 @@ def _damaged_shards(url: str) -> str | None:
     return None
 
 
-def _check_data(config: RunConfig, model_directory: str) -> None:
+def check_data(config: RunConfig, model_directory: str, sources: Sequence[PromptSource]) -> None:
+    """Read all prompts and say how many there are. Raises ConfigError or DataError naming what cannot work."""
     architecture = json.loads(Path(model_directory, "config.json").read_text())
     positions = architecture.get("text_config", architecture).get("max_position_embeddings")
     if positions is not None and positions < config.max_context_tokens:
@@ -132,9 +151,10 @@ def _check_data(config: RunConfig, model_directory: str) -> None:
             f"{config.model.path}: the model takes {positions} tokens, but data.max_prompt_tokens + "
             f"sampling.max_response_tokens (or engine.max_context_tokens) is {config.max_context_tokens}; lower them"
         )
-    for path in filter(None, (config.data.train, config.data.heldout)):
-        _, prompts = warm_prompts(path, model_directory, config)
-        say(f"{path}: {len(prompts.prompts)} prompts, {prompts.dropped} dropped as too long")
+    for source in sources:
+        _, (each,) = warm_prompts([source], model_directory, config)
+        again = f", {each.duplicates} as asked before" if each.duplicates else ""
+        say(f"{source.path}: {len(each.prompts)} prompts, {each.too_long} dropped as too long{again}")
 
 
 @task(retries=3, enable_deck=True, deck_fields=())
@@ -159,12 +179,28 @@ def record(
     with task_faults(config.run_directory):
         write_json(f"{config.run_directory}/metrics/{iteration:04d}.json", merged)
         write_state(config.run_directory, state)
-        remove_superseded(config.run_directory, config.keep_last, config.keep_every)
+        history = read_metrics(config.run_directory)
+        best = _name_best(config, history)
+        remove_superseded(config.run_directory, config.keep_last, config.keep_every, best)
         for line in iteration_lines(merged):
             say(line)
-        Deck("report", write_report(config, read_metrics(config.run_directory)))
+        Deck("report", write_report(config, history))
     track(config, merged)
     return merged
+
+
+def _name_best(config: RunConfig, history: Sequence[Mapping[str, float]]) -> int | None:
+    """The iteration that starts with the best policy so far by `keep_best`, written down; None if none was measured."""
+    measured = [row for row in history if not math.isnan(row.get(config.keep_best, math.nan))]
+    if not measured:
+        return None
+    best = max(measured, key=lambda row: row[config.keep_best])
+    iteration = int(best["iteration"])
+    state = next((state for state in states(config.run_directory) if state.iteration == iteration), None)
+    if state is not None:
+        facts = {"metric": config.keep_best, "value": best[config.keep_best], "policy": state.policy}
+        write_json(f"{config.run_directory}/best.json", facts | {"iteration": iteration})
+    return iteration
 
 
 @task(retries=3, enable_deck=True, deck_fields=())
@@ -178,10 +214,12 @@ def conclude(
     for measured in final:
         last = {"iteration": float(config.iterations)} | measured
         write_json(f"{config.run_directory}/metrics/{config.iterations:04d}.json", last)
-        say(evaluation_line(last))
+        for line in evaluation_lines(last):
+            say(line)
         track(config, last)
     with task_faults(config.run_directory):
         history = read_metrics(config.run_directory)
+        _name_best(config, history)
         Deck("report", write_report(config, history))
     end_tracking()
     say(summary(history))

@@ -5,12 +5,15 @@
     <output>/<name>/metrics/0007.json   what iteration 7 measured
     <output>/<name>/responses/0007.parquet  what became of each response in iteration 7
     <output>/<name>/decks/0007/         pictures of the stages of iteration 7
+    <output>/<name>/answers/0006/       every answer of the evaluation before iteration 6, a file for each held-out set
     <output>/<name>/flush/0007/         what iteration 7 had sampled at its last flush; gone when it is complete
     <output>/<name>/training/0007/      weights and moments between its updates; gone when it is complete
     <output>/<name>/carry/0008/         the trajectories that iteration 8 continues
     <output>/<name>/policy/0005/        the weights of version 5
     <output>/<name>/optimizer/0005/     the optimizer after the update that made version 5
     <output>/<name>/state/0008.json     what iteration 8 starts from; written when all the above is complete
+    <output>/<name>/best.json           which of the policies was best so far
+    <output>/<name>/recipe.json         every setting of the run
 
 A path on this machine is written in place. A URL is written through a temporary directory that Flyte uploads.
 """
@@ -20,6 +23,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +36,7 @@ import pyarrow.parquet as pq
 from flytekit.types.directory import FlyteDirectory
 
 from tasks.config import ConfigError, RunConfig
-from tasks.faults import named_faults
+from tasks.faults import RecoverableError, named_faults
 
 
 @dataclass
@@ -73,10 +77,20 @@ def existing_directory(url: str) -> FlyteDirectory:
     return FlyteDirectory(url)
 
 
-def fetch_model(path: str) -> str:
-    """A model directory on this machine: the path itself, or a copy of what is at a URL."""
+def free_directory(base: str) -> str:
+    """`base`, or the first of base-2, base-3, … that does not exist."""
+    filesystem, root = fsspec.core.url_to_fs(base)
+    number = 1
+    while filesystem.exists(root if number == 1 else f"{root}-{number}"):
+        number += 1
+    return base if number == 1 else f"{base}-{number}"
+
+
+def fetch_model(path: str, revision: str | None = None) -> str:
+    """A model directory on this machine: the path itself, or a copy of what is at a URL or on the Hugging Face hub."""
     if is_local(path):
-        return path.removeprefix("file://")
+        local = path.removeprefix("file://")
+        return _from_hub(path, revision) if _HUB_ID.fullmatch(path) and not Path(local).exists() else local
     with named_faults(path):
         filesystem, root = fsspec.core.url_to_fs(path)
         if not filesystem.exists(root):
@@ -84,6 +98,30 @@ def fetch_model(path: str) -> str:
         copy = tempfile.mkdtemp(prefix="model-")
         filesystem.get(f"{root}/", f"{copy}/", recursive=True)
     return copy
+
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
+
+
+def _from_hub(name: str, revision: str | None) -> str:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    here = f"{name}: there is no such directory here"
+    try:
+        return snapshot_download(name, revision=revision, allow_patterns=list(_MODEL_FILES), ignore_patterns=["*/*"])
+    except GatedRepoError as error:
+        raise ConfigError(f"{here}, and on the hub its terms must be accepted; do so, and set HF_TOKEN") from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(f"{here}, and the model on the hub has no revision {revision!r}") from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(f"{here}, and no such model on the hub; correct the name, or set HF_TOKEN") from error
+    except Exception as error:
+        raise RecoverableError(
+            f"{here}, and the hub cannot be reached for it ({type(error).__name__}: {str(error).splitlines()[0]}); "
+            "download the model and give its directory, or try again"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -127,13 +165,18 @@ def set_aside(run_directory: str, state: RunState) -> None:
         filesystem.mv(f"{root}/{state.iteration:04d}.json", f"{root}/damaged-{state.iteration:04d}.json")
 
 
-def remove_superseded(run_directory: str, keep_last: int, keep_every: int) -> None:
-    """Remove what no kept state needs: states older than the newest `keep_last` that are no multiple of `keep_every`.
+def remove_superseded(run_directory: str, keep_last: int, keep_every: int, best: int | None = None) -> None:
+    """Remove what no kept state needs: states older than the newest `keep_last` that are no multiple of `keep_every`,
+    nor that of iteration `best`.
 
     States go first, so that none that is left ever names a directory that is gone. Metrics stay.
     """
     known = states(run_directory)
-    kept = [state for state in known[:-keep_last] if keep_every and state.iteration % keep_every == 0]
+    kept = [
+        state
+        for state in known[:-keep_last]
+        if (keep_every and state.iteration % keep_every == 0) or state.iteration == best
+    ]
     kept += known[-keep_last:]
     filesystem, root = fsspec.core.url_to_fs(run_directory)
     needed = {name for state in kept for name in (state.policy, state.carry, state.optimizer)}
@@ -169,6 +212,24 @@ def _numbered_json(run_directory: str, kind: str) -> list[dict]:
 def write_json(url: str, content: dict) -> None:
     """Write a small JSON file; a reader sees all of it or none."""
     write_file(url, json.dumps(content, indent=1).encode())
+
+
+def read_json(url: str) -> dict | None:
+    """What `write_json` wrote; None if there is no such file."""
+    with named_faults(url):
+        filesystem, root = fsspec.core.url_to_fs(url)
+        try:
+            return json.loads(filesystem.cat_file(root))
+        except FileNotFoundError:
+            return None
+
+
+def write_arrow(url: str, table: pa.Table) -> None:
+    """Write an Arrow IPC file; a reader sees all of it or none."""
+    sink = io.BytesIO()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    write_file(url, sink.getvalue())
 
 
 def write_table(url: str, table: pa.Table) -> None:

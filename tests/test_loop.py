@@ -15,10 +15,11 @@ from conftest import recipe
 from scripted_engine import EngineDiedError, ScriptedEngine
 from tasks.carry_over.shards import read_shards, write_shards
 from tasks.carry_over.stage import NoProgressError, ScoreErrorRateError, carry_over_rollouts
-from tasks.config import RunConfig
+from tasks.config import PromptSource, RunConfig
 from tasks.generate.stage import sample_iteration
 from tasks.policy import Policy
-from tasks.prompts import DataError, Prompt, PromptSet
+from tasks.prompt_files import DataError
+from tasks.prompts import Prompt, PromptSet
 
 
 class Words:
@@ -58,7 +59,11 @@ COIN = iter(random.Random(1).random, None)
 
 
 def prompt_set(count):
-    return PromptSet(tuple(Prompt(f"p{i}", "test", "", np.array([i]), {}) for i in range(count)), 0, "")
+    return [
+        PromptSet(
+            PromptSource(path="test"), tuple(Prompt(f"p{i}", "test", "", np.array([i]), {}) for i in range(count)), ""
+        )
+    ]
 
 
 @functools.cache

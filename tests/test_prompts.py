@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import write_prompts
-from tasks.config import DataConfig
-from tasks.prompts import DataError, Draws, Prompt, PromptSet, load_prompts, load_tokenizer
+from tasks.config import DataConfig, PromptSource
+from tasks.prompt_files import DataError
+from tasks.prompts import Draws, Prompt, PromptSet, load_prompts, load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +22,9 @@ def tokenizer(tiny_model):
     return load_tokenizer(str(tiny_model))
 
 
-def data(limit=16):
-    return DataConfig(train="unused", max_prompt_tokens=limit)
+def load(path, tokenizer, limit=16, source=None, **settings):
+    data = DataConfig(train="unused", max_prompt_tokens=limit, **settings)
+    return load_prompts(PromptSource(path=str(path), **(source or {})), tokenizer, data)
 
 
 def test_jsonl_parquet_and_urls_read_alike(tmp_path, tokenizer):
@@ -32,7 +34,7 @@ def test_jsonl_parquet_and_urls_read_alike(tmp_path, tokenizer):
     with fsspec.open("memory://prompts/a.jsonl", "wb") as file:
         file.write(path.read_bytes())
     sets = [
-        load_prompts(str(source), tokenizer, data())
+        load(source, tokenizer)
         for source in (path, tmp_path / "a.parquet", "memory://prompts/a.jsonl", f"file://{path}")
     ]
     assert len({prompts.fingerprint for prompts in sets}) == 1
@@ -43,10 +45,10 @@ def test_jsonl_parquet_and_urls_read_alike(tmp_path, tokenizer):
 
 def test_prompts_over_the_limit_are_dropped_and_counted(tmp_path, tokenizer):
     path = write_prompts(tmp_path / "a.jsonl", 12)
-    prompts = load_prompts(str(path), tokenizer, data(limit=4))
-    assert (len(prompts.prompts), prompts.dropped) == (10, 2)
+    prompts = load(path, tokenizer, limit=4)
+    assert (len(prompts.prompts), prompts.too_long) == (10, 2)
     with pytest.raises(DataError, match=r"all 12 prompts are longer than data.max_prompt_tokens = 3"):
-        load_prompts(str(path), tokenizer, data(limit=3))
+        load(path, tokenizer, limit=3)
 
 
 @pytest.mark.parametrize(
@@ -73,19 +75,19 @@ def test_bad_data_is_refused_by_file_row_and_column(tmp_path, tokenizer, content
     if content is not None:
         path.write_text(content)
     with pytest.raises(DataError, match=message) as error:
-        load_prompts(str(path), tokenizer, data())
+        load(path, tokenizer)
     assert "bad.jsonl" in str(error.value)
 
 
 def test_parquet_faults_are_refused(tmp_path, tokenizer):
     pq.write_table(pa.table({"data_source": ["a"], "prompt": ["b"]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="missing column reward_model"):
-        load_prompts(str(tmp_path / "a.parquet"), tokenizer, data())
+        load(tmp_path / "a.parquet", tokenizer)
     (tmp_path / "b.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(DataError, match=r"b.parquet: cannot be read as parquet"):
-        load_prompts(str(tmp_path / "b.parquet"), tokenizer, data())
+        load(tmp_path / "b.parquet", tokenizer)
     with pytest.raises(DataError, match=r"give a .parquet or .jsonl file"):
-        load_prompts(str(tmp_path / "c.csv"), tokenizer, data())
+        load(tmp_path / "c.csv", tokenizer)
 
 
 def test_model_without_tokenizer_is_refused(tmp_path):
@@ -96,7 +98,9 @@ def test_model_without_tokenizer_is_refused(tmp_path):
 
 def draws(count, cursor=0, seed=1):
     prompts = [Prompt(str(i), "test", "", np.array([i], np.int32), {}) for i in range(count)]
-    return Draws(PromptSet(tuple(prompts), 0, ""), cursor=cursor, seed=seed, shuffle=True, group_size=2)
+    return Draws(
+        [PromptSet(PromptSource(path="test"), tuple(prompts), "")], cursor=cursor, seed=seed, shuffle=True, group_size=2
+    )
 
 
 @given(count=st.integers(1, 9), stops=st.lists(st.integers(0, 12), max_size=6), seed=st.integers(0, 3))

@@ -41,7 +41,9 @@ def iterate(
     for i in range(first, config.iterations):
         measured = []
         if config.evaluate.every and i % config.evaluate.every == 0:
-            measured.append(evaluate(config=config, policy=policy).with_overrides(node_name=f"evaluate-{i:04d}"))
+            measured.append(
+                evaluate(config=config, iteration=i, policy=policy).with_overrides(node_name=f"evaluate-{i:04d}")
+            )
 
         rollouts, generated = generate(config=config, iteration=i, policy=policy, carry=carry).with_overrides(
             node_name=f"generate-{i:04d}"
@@ -61,7 +63,8 @@ def iterate(
         )
     final = []
     if config.evaluate.every:
-        final.append(evaluate(config=config, policy=policy).with_overrides(node_name="evaluate-final"))
+        last = evaluate(config=config, iteration=config.iterations, policy=policy)
+        final.append(last.with_overrides(node_name="evaluate-final"))
     return conclude(config=config, policy=policy, recorded=recorded, final=final)
 
 

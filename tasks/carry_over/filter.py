@@ -36,6 +36,7 @@ class FilterRules:
     unfinished: Literal["carry", "discard"] = "carry"
     strict: bool = False
     overlong_filter: bool = False
+    scale_advantages: bool = True
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,8 @@ def stale_tokens(row: Trajectory, version: int, max_version_lag: int) -> int:
 
 
 def _training_rows(rows: Sequence[Trajectory], rules: FilterRules) -> list[TrainingRow]:
-    advantages = group_advantages([row.reward for row in rows], [row.group_id for row in rows])
+    group_ids = [row.group_id for row in rows]
+    advantages = group_advantages([row.reward for row in rows], group_ids, scale=rules.scale_advantages)
     return [
         TrainingRow(
             **vars(row),

@@ -72,6 +72,7 @@ def carry_over_rollouts(
             unfinished=config.partial_rollout.unfinished,
             strict=not config.partial_rollout.enabled,
             overlong_filter=config.objective.overlong_filter,
+            scale_advantages=config.objective.scale_advantages,
         ),
     )
     before = Ledger.from_json(facts["carried"]["ledger"]) if facts["carried"] else Ledger()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tasks.carry_over.shards import Shards, read_shards, write_shards
@@ -17,12 +16,14 @@ from tasks.generate.flush import Flusher, Origin, continued, read_if_from
 from tasks.generate.rollout import Sampler, roll_out
 from tasks.generate.scheduler import Counters, Scheduler, StopRules
 from tasks.policy import Policy, read_policy
-from tasks.prompts import DataError, Draws, PromptSet, tokenizer_sha256, warm_prompts
+from tasks.prompt_files import DataError
+from tasks.prompts import Draws, PromptSet, warm_prompts
 from tasks.report.decks import generate_deck
 from tasks.report.progress import say, stage_progress
 from tasks.report.timeline import Timeline
+from tasks.resume import check_carry, fingerprints
 from tasks.rewards.scoring import Scorer
-from tasks.trajectory import Status, Trajectory
+from tasks.trajectory import ScoreStatus, Status, Trajectory
 from tasks.watchdog import watchdog
 
 
@@ -33,18 +34,6 @@ class Rollouts(NamedTuple):
     reason: str
     timeline: Timeline
     metrics: dict[str, float]
-
-
-def fingerprints(config: RunConfig, model_directory: str, prompts: PromptSet) -> dict[str, str]:
-    """What must stay as it is while trajectories are carried, each as a hash."""
-    sampling = config.sampling.model_dump_json(exclude={"seed_requests"}) + f" n={config.train.group_size}"
-    return {
-        "sampling": hashlib.sha256(sampling.encode()).hexdigest(),
-        "tokenizer": tokenizer_sha256(model_directory),
-        "model": hashlib.sha256(Path(model_directory, "config.json").read_bytes()).hexdigest(),
-        "prompts": prompts.fingerprint,
-        "prompt order": f"seed {config.seed}, shuffle {config.data.shuffle}",
-    }
 
 
 def generate_rollouts(
@@ -59,12 +48,7 @@ def generate_rollouts(
     tokenizer, prompts = warm_prompts(config.data.train, policy_directory, config)
     carry = read_shards(carry_directory)
     current = fingerprints(config, policy_directory, prompts)
-    changed = [name for name, value in carry.manifest.fingerprints.items() if current.get(name) != value]
-    if changed:
-        raise DataError(
-            f"{carry_directory}: its trajectories were sampled with another {' and '.join(changed)}; continue with the "
-            "recipe they were sampled with, or start a run without resume"
-        )
+    check_carry(carry_directory, carry.manifest.fingerprints, current)
     policy = read_policy(policy_directory)
     earlier = f"{config.run_directory}/rollouts/{iteration:04d}"
     complete = read_if_from(earlier, Origin.of(iteration, policy, carry.manifest))
@@ -101,7 +85,7 @@ def sample_iteration(
     policy: Policy,
     engine: Engine,
     tokenizer: Any,
-    prompts: PromptSet,
+    prompts: Sequence[PromptSet],
     carry: Shards,
     current_fingerprints: dict[str, str],
     directory: str,
@@ -142,7 +126,7 @@ def sample_iteration(
         wait_for_all=not partial_rollout.enabled,
         counted=counted,
     )
-    extra_info = {prompt.prompt_id: prompt.extra_info for prompt in prompts.prompts}
+    extra_info = {prompt.prompt_id: prompt.extra_info for each in prompts for prompt in each.prompts}
     sampler = Sampler(config.sampling, config.seed, tokenizer, extra_info)
     timeline = Timeline()
     flusher = Flusher(
@@ -176,13 +160,15 @@ def sample_iteration(
         "generate/reprefilled_tokens": counted.reprefilled_tokens,
         "generate/engine_steps": counted.engine_steps,
         "generate/drawn_groups": drawn_groups,
-        "generate/dropped_prompts": prompts.dropped,
+        "generate/dropped_prompts": sum(each.too_long + each.duplicates for each in prompts),
         "generate/cut_trajectories": sum(row.status == Status.PARTIAL for row in rows),
         "generate/resumed_trajectories": sum(row.status == Status.PARTIAL for row in carried),
         "generate/unscored_trajectories": sum(row.status == Status.FINISHED for row in rows),
         "generate/failed_scores": sum(row.status == Status.FAILED for row in rows),
+        "generate/unparsed_scores": sum(row.score_status == ScoreStatus.UNPARSED for row in rows),
         "generate/engine_seconds": 0.0,
         "generate/seconds": counted.seconds,
+        **{f"reward/{name}": sum(values) / len(values) for name, values in scorer.parts.items()},
     }
     metrics = {name: float(value) for name, value in measured.items()}
     write_shards(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 
 INDENT = " " * len("iteration   0 ")
@@ -20,17 +21,32 @@ def iteration_lines(metrics: Mapping[str, float]) -> list[str]:
         f"carry-over {m['carry/seconds']:.1f} s train {m['train/seconds']:.1f} s",
     ]
     lines += [f"{INDENT}│ {kind}: {_account(metrics, kind)}" for kind in ("groups", "tokens")]
-    if "evaluate/accuracy" in m:
-        lines.insert(0, evaluation_line(m))
-    return lines
+    return [*(evaluation_lines(m) if "evaluate/accuracy" in m else []), *lines]
 
 
-def evaluation_line(metrics: Mapping[str, float]) -> str:
-    """Held-out accuracy of the policy that an iteration starts with."""
-    return (
-        f"before iteration {metrics['iteration']:.0f}: held-out accuracy {metrics['evaluate/accuracy']:.3f} "
-        f"± {metrics['evaluate/accuracy_standard_error']:.3f}, {metrics['evaluate/response_tokens']:.0f} tokens"
-    )
+def evaluation_lines(metrics: Mapping[str, float]) -> list[str]:
+    """Held-out accuracy of the policy that an iteration starts with, or of a checkpoint; of each set, if several."""
+    when = f"before iteration {metrics['iteration']:.0f}: " if "iteration" in metrics else ""
+    sets = sorted({name.split("/")[1] for name in metrics if name.startswith("evaluate/") and name.count("/") == 2})
+    lines = [f"{when}held-out {_evaluation(metrics, 'evaluate/')}"]
+    return lines + [f"{' ' * len(when)}{label}: {_evaluation(metrics, f'evaluate/{label}/')}" for label in sets]
+
+
+def _evaluation(metrics: Mapping[str, float], prefix: str) -> str:
+    m = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+    error = _number(m["accuracy_standard_error"], ".3f")
+    line = f"accuracy {m['accuracy']:.3f} ± {error}, {m['response_tokens']:.0f} tokens"
+    if m["truncated_share"]:
+        line += f", {m['truncated_share']:.1%} truncated"
+    for kind in ("pass", "maj"):
+        ks = [int(name.removeprefix(f"{kind}@")) for name in m if re.fullmatch(rf"{kind}@\d+", name)]
+        if ks:
+            k = max(ks)
+            line += f", {kind}@{k} {m[f'{kind}@{k}']:.3f}"
+            if f"{kind}@{k}_low" in m:
+                low, high = (_number(m[f"{kind}@{k}_{end}"], ".3f") for end in ("low", "high"))
+                line += f" [{low}, {high}]"
+    return line
 
 
 def _account(metrics: Mapping[str, float], kind: str) -> str:

@@ -6,6 +6,7 @@ prefix says which stage measured it.
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 
@@ -37,11 +38,12 @@ METRICS: dict[str, Metric] = {
     ),
     "generate/engine_steps": Metric("steps", "forward passes of the engine"),
     "generate/drawn_groups": Metric("groups", "new groups started"),
-    "generate/dropped_prompts": Metric("prompts", "of the data set, longer than data.max_prompt_tokens"),
+    "generate/dropped_prompts": Metric("prompts", "of the data, too long or asked before (data.duplicates)"),
     "generate/cut_trajectories": Metric("trajectories", "unfinished at the cut, with tokens"),
     "generate/resumed_trajectories": Metric("trajectories", "unfinished ones that came in with the carry"),
     "generate/unscored_trajectories": Metric("trajectories", "ended, but not scored when the stage was cut"),
     "generate/failed_scores": Metric("scores", "that raised, timed out or were no number in [0, 1]"),
+    "generate/unparsed_scores": Metric("trajectories", "scored 0 because no answer could be read from them"),
     "carry/seconds": Metric("s", "the whole stage"),
     "carry/reward": Metric("reward", "mean of the responses of ready groups, before the filter, shaping included"),
     "carry/accuracy": Metric("share", "mean accuracy of the responses of ready groups, before the filter"),
@@ -90,8 +92,28 @@ METRICS: dict[str, Metric] = {
     ),
     "evaluate/seconds": Metric("s", "the whole stage"),
     "evaluate/accuracy": Metric("share", "mean over held-out prompts of the mean accuracy of their answers (avg@k)"),
+    "evaluate/accuracy_low": Metric("share", "lower end of its 95 % interval over prompts"),
+    "evaluate/accuracy_high": Metric("share", "upper end of its 95 % interval over prompts"),
     "evaluate/accuracy_standard_error": Metric("share", "of that mean, over prompts"),
     "evaluate/response_tokens": Metric("tokens", "mean length of the answers"),
     "evaluate/truncated_share": Metric("share", "of the answers, ended by their budget"),
     "evaluate/failed_scores": Metric("answers", "that could not be scored"),
 }
+
+# Metrics whose names depend on the recipe.
+NAMED: dict[str, Metric] = {
+    r"train/reference_kl": Metric("nats per token", "estimate of the divergence from the reference model (k3)"),
+    r"evaluate/pass@\d+": Metric(
+        "share", "of held-out prompts, probability that k answers hold a right one (unbiased)"
+    ),
+    r"evaluate/maj@\d+": Metric("share", "of held-out prompts, probability that the commonest of k answers is right"),
+    r"evaluate/(pass|maj)@\d+_low": Metric("share", "lower end of its 95 % interval over prompts"),
+    r"evaluate/(pass|maj)@\d+_high": Metric("share", "upper end of its 95 % interval over prompts"),
+    r"reward/.+": Metric("reward", "mean of this part of the reward, as the scorer or `reward.terms` call it"),
+}
+
+
+def describe(name: str) -> Metric | None:
+    """Unit and meaning of a metric; those of one held-out set are those of all. None if there is no such metric."""
+    name = re.sub(r"^evaluate/[^/]+/", "evaluate/", name)
+    return METRICS.get(name) or next((metric for form, metric in NAMED.items() if re.fullmatch(form, name)), None)

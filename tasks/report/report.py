@@ -4,6 +4,7 @@ iteration."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from tasks.config import RunConfig
-from tasks.report.metrics import METRICS
+from tasks.report.metrics import METRICS, describe
 from tasks.report.page import (
     Paint,
     body,
@@ -141,6 +142,8 @@ def report_body(config: RunConfig, history: History) -> str:
     for section, charts in SECTIONS.items():
         drawn = [(chart, _lines(chart, history)) for chart in charts]
         parts += [heading(section), figures(_draw(chart, lines) for chart, lines in drawn if lines)]
+        if section == "Learning":
+            parts.append(figures(_draw(chart, _lines(chart, history)) for chart in _named_charts(history)))
     parts += [heading("Every metric"), _metric_table(history)]
     parts += [heading("Recipe"), f"<pre>{escape(config.model_dump_json(indent=2))}</pre>"]
     return body(*parts)
@@ -234,6 +237,26 @@ def _tiles(config: RunConfig, history: History) -> list[tuple[str, str]]:
     ]
 
 
+def _named_charts(history: History) -> list[Chart]:
+    """Charts of what only this recipe measures: held-out sets, pass@k, maj@k, parts of the reward."""
+    names = sorted({name for row in history for name in row}, key=_by_number)
+    kinds = {
+        "Accuracy of each held-out set": r"evaluate/([^/]+)/accuracy",
+        "pass@k": r"evaluate/(pass@\d+)",
+        "maj@k": r"evaluate/(maj@\d+)",
+        "Parts of the reward": r"reward/(.+)",
+    }
+    found = {
+        title: tuple((name, match[1]) for name in names if (match := re.fullmatch(form, name)))
+        for title, form in kinds.items()
+    }
+    return [Chart(title, lines) for title, lines in found.items() if lines]
+
+
+def _by_number(name: str) -> list[str | int]:
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
 def _lines(chart: Chart, history: History) -> list[tuple[str, list[float], list[float]]]:
     lines = []
     for name, label in chart.lines:
@@ -245,7 +268,7 @@ def _lines(chart: Chart, history: History) -> list[tuple[str, list[float], list[
 
 
 def _draw(chart: Chart, lines: list[tuple[str, list[float], list[float]]]) -> str:
-    unit = METRICS[chart.lines[0][0]].unit
+    unit = describe(chart.lines[0][0]).unit
     paint: Paint = (
         stacked("iteration", unit, lines)
         if chart.kind == "stacked"
@@ -256,9 +279,10 @@ def _draw(chart: Chart, lines: list[tuple[str, list[float], list[float]]]) -> st
 
 def _metric_table(history: History) -> str:
     rows = []
-    for name, metric in METRICS.items():
-        values = _known(history, name)
-        if values and name != "iteration":
+    others = sorted({name for row in history for name in row} - METRICS.keys(), key=_by_number)
+    for name in (*METRICS, *others):
+        values, metric = _known(history, name), describe(name)
+        if values and metric is not None and name != "iteration":
             rows.append(
                 (name, metric.unit, metric.meaning, number(values[-1]), number(min(values)), number(max(values)))
             )

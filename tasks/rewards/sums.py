@@ -10,9 +10,7 @@ def compute_score(
     solution_str: str,
     ground_truth: str,
     extra_info: dict[str, Any] | None = None,
-) -> float:
-    """1.0 if what follows the last `;` (the whole response, if there is none) is the ground truth, else 0.0.
-
-    The signature is verl's: every scorer is called with all four arguments, whether it needs them or not.
-    """
-    return 1.0 if solution_str.rpartition(";")[2].strip() == ground_truth else 0.0
+) -> dict[str, Any]:
+    """Accuracy 1 if what follows the last `;` (the whole response, if there is none) is the ground truth, else 0."""
+    answer = solution_str.rpartition(";")[2].strip()
+    return {"accuracy": float(answer == ground_truth), "answer": answer}

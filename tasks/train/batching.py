@@ -71,6 +71,7 @@ class MicroBatch:
     versions: torch.Tensor  # [T] int64
     advantages: torch.Tensor  # [T] float32
     loss_mask: torch.Tensor  # [T] bool
+    rows: torch.Tensor  # [T] int64: which of the B rows a token belongs to
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
@@ -98,4 +99,5 @@ def collate(rows: Sequence[TrainingRow]) -> MicroBatch:
         versions=of_responses(np.int64, [row.versions() for row in rows]),
         advantages=of_responses(np.float32, [np.full(row.tokens, row.advantage) for row in rows]),
         loss_mask=of_responses(np.bool_, [np.arange(row.tokens) >= row.masked_tokens for row in rows]),
+        rows=of_responses(np.int64, [np.full(row.tokens, index) for index, row in enumerate(rows)]),
     )

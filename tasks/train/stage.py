@@ -12,17 +12,19 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tasks.carry_over.shards import read_shards
-from tasks.config import RunConfig
+from tasks.config import ObjectiveConfig, RunConfig
 from tasks.policy import read_policy
 from tasks.report.progress import say, stage_progress
+from tasks.storage import fetch_model
 from tasks.train.batching import MicroBatch, collate, micro_batches, mini_batches
 from tasks.train.checkpoint import load_optimizer, new_optimizer, save_optimizer, save_policy
 from tasks.train.fsdp import PolicyModel, load_model, local_device, process_group
-from tasks.train.objective import dapo_loss
+from tasks.train.objective import dapo_loss, gspo_loss, reference_kl
 from tasks.train.progress import TrainProgress, load_progress, save_progress
 from tasks.trajectory import TrainingRow
 from tasks.watchdog import watchdog
@@ -54,17 +56,21 @@ class Directories:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """One rank's part of a mini-batch. `token_count`: tokens to train on in the whole mini-batch, on all ranks."""
+    """One rank's part of a mini-batch. `token_count`, `response_count`: tokens to train on, and responses that have
+    some, in the whole mini-batch, on all ranks."""
 
     micro_batches: list[MicroBatch]
     proximal_logprobs: list[torch.Tensor]
+    reference_logprobs: list[torch.Tensor]  # of no tokens, where the objective has no KL term
     token_count: int
+    response_count: int
 
-    def on_device(self) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
-        """Each micro-batch with its proximal log-probs; between uses they lie in the host's memory."""
+    def on_device(self) -> Iterator[tuple[MicroBatch, torch.Tensor, torch.Tensor]]:
+        """Each micro-batch with proximal and reference log-probs; between uses they lie in the host's memory."""
         device = local_device()
-        for batch, proximal in zip(self.micro_batches, self.proximal_logprobs, strict=True):
-            yield batch.to(device), proximal.to(device)
+        parts = zip(self.micro_batches, self.proximal_logprobs, self.reference_logprobs, strict=True)
+        for batch, proximal, reference in parts:
+            yield batch.to(device), proximal.to(device), reference.to(device)
 
 
 def train_policy(config: RunConfig, directories: Directories) -> TrainResult:
@@ -75,18 +81,27 @@ def train_policy(config: RunConfig, directories: Directories) -> TrainResult:
     LogprobMismatchError, all before the first update.
     """
     began = time.monotonic()
-    with process_group(config.stall_seconds), watchdog("train", config.stall_seconds) as beat:
+    with (
+        process_group(config.stall_seconds),
+        torch._dynamo.config.patch(disable=not config.train.compile),
+        watchdog("train", config.stall_seconds) as beat,
+    ):
         shards = read_shards(directories.batch)
         rows = list(shards)
         incoming = read_policy(directories.policy, verify=dist.get_rank() == 0)
+        batches = [
+            [collate(group) for group in _mine(batch, config)]
+            for batch in mini_batches(rows, config.train.mini_batch_responses)
+        ]
+        reference = _reference_logprobs(batches, config)
         model = load_model(config, directories.policy)
         optimizer = new_optimizer(model, config)
         updates = 0
         if directories.optimizer is not None:
             updates = load_optimizer(model, optimizer, directories.optimizer, incoming.fingerprint)
         shares = []
-        for batch in mini_batches(rows, config.train.mini_batch_responses):
-            shares.append(_share_of(model, batch, config))
+        for part, reference_logprobs in zip(batches, reference, strict=True):
+            shares.append(_share_of(model, part, reference_logprobs))
             beat()
         metrics = _age(rows, incoming.version) | _engine_difference(shares, incoming.version)
         limit = config.objective.max_logprob_difference
@@ -140,24 +155,53 @@ def _agreed(wish: bool) -> bool:
 
 
 def learning_rate(config: RunConfig, updates: int) -> float:
-    """Learning rate of the update after `updates` others: linear warm-up to the peak, then constant."""
-    if updates >= config.warmup_updates:
-        return config.train.learning_rate
-    return config.train.learning_rate * (updates + 1) / config.warmup_updates
+    """Learning rate of the update after `updates` others: linear warm-up to the peak, then as `train.schedule` says.
+
+    A falling schedule ends at `final_learning_rate` with the last update of the last iteration.
+    """
+    peak, final, warm_up = config.train.learning_rate, config.train.final_learning_rate, config.warmup_updates
+    if updates < warm_up:
+        return peak * (updates + 1) / warm_up
+    if config.train.schedule == "constant":
+        return peak
+    falling = max(1, config.iterations * config.updates_per_iteration - warm_up)
+    progress = min(1.0, (updates - warm_up + 1) / falling)
+    if config.train.schedule == "cosine":
+        progress = (1 - math.cos(math.pi * progress)) / 2
+    return peak + progress * (final - peak)
+
+
+def _mine(rows: Sequence[TrainingRow], config: RunConfig) -> list[list[TrainingRow]]:
+    """The rows of this rank's micro-batches."""
+    return micro_batches(rows, config.train.micro_batch_tokens, dist.get_world_size())[dist.get_rank()]
 
 
 @torch.no_grad()
-def _share_of(model: PolicyModel, rows: Sequence[TrainingRow], config: RunConfig) -> Share:
+def _logprobs(model: PolicyModel, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+    return [model(batch.to(local_device()))[0].cpu() for batch in batches]
+
+
+def _reference_logprobs(batches: Sequence[Sequence[MicroBatch]], config: RunConfig) -> list[list[torch.Tensor]]:
+    """Log-probs under `model.path`, which is loaded for them and let go; of no tokens without a KL term."""
+    if not config.objective.kl_coefficient:
+        return [[torch.empty(0) for _ in part] for part in batches]
+    reference = load_model(config, fetch_model(config.model.path, config.model.revision))
+    logprobs = [_logprobs(reference, part) for part in batches]
+    del reference
+    gc.collect()
+    return logprobs
+
+
+def _share_of(model: PolicyModel, batches: list[MicroBatch], reference: list[torch.Tensor]) -> Share:
     """This rank's micro-batches with their log-probs under the incoming policy, before any update."""
-    mine = micro_batches(rows, config.train.micro_batch_tokens, dist.get_world_size())[dist.get_rank()]
-    batches = [collate(group) for group in mine]
-    proximal = [model(batch.to(local_device()))[0].cpu() for batch in batches]
+    proximal = _logprobs(model, batches)
     usable = [
         batch.loss_mask & torch.isfinite(logprobs) & torch.isfinite(batch.behaviour_logprobs)
         for batch, logprobs in zip(batches, proximal, strict=True)
     ]
-    count = _sum_over_ranks({"tokens": sum(mask.sum() for mask in usable)})["tokens"]
-    return Share(batches, proximal, int(count))
+    responses = [len(batch.rows[mask].unique()) for batch, mask in zip(batches, usable, strict=True)]
+    counts = _sum_over_ranks({"tokens": sum(mask.sum() for mask in usable), "responses": sum(responses)})
+    return Share(batches, proximal, reference, int(counts["tokens"]), int(counts["responses"]))
 
 
 def _age(rows: Sequence[TrainingRow], version: int) -> dict[str, float]:
@@ -195,23 +239,19 @@ def _update(
     """One optimizer update on a mini-batch, or none if its gradient is not finite."""
     objective = config.objective
     sums: dict[str, torch.Tensor] = {}
-    for batch, proximal in share.on_device():
+    for batch, proximal, reference in share.on_device():
         logprobs, entropies = model(batch)
-        loss, metrics = dapo_loss(
-            logprobs,
-            batch.behaviour_logprobs if objective.correction == "behaviour" else proximal,
-            batch.behaviour_logprobs,
-            batch.advantages,
-            batch.loss_mask,
-            clip_low=objective.clip_low,
-            clip_high=objective.clip_high,
-            dual_clip=objective.dual_clip,
-            tis_cap=objective.tis_cap if objective.correction == "decoupled" else None,
-            token_count=share.token_count,
-        )
+        loss, metrics = _policy_loss(logprobs, proximal, batch, share, objective)
+        entropy = torch.where(batch.loss_mask & torch.isfinite(entropies), entropies, 0.0).sum() / share.token_count
+        metrics["entropy"] = entropy.detach()
+        if objective.entropy_coefficient:
+            loss = loss - objective.entropy_coefficient * entropy
+        if objective.kl_coefficient:
+            divergence = reference_kl(logprobs, reference, batch.loss_mask, share.token_count)
+            metrics["reference_kl"] = divergence.detach()
+            loss = loss + objective.kl_coefficient * divergence
         (loss * dist.get_world_size()).backward()  # FSDP averages gradients over the ranks; the sum is wanted
         metrics["loss"] = loss.detach()
-        metrics["entropy"] = torch.where(batch.loss_mask, entropies, 0.0).nansum() / share.token_count
         for name, value in metrics.items():
             sums[name] = sums.get(name, 0.0) + value
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.max_gradient_norm)
@@ -228,6 +268,33 @@ def _update(
         "gradient_norm": norm,
         "learning_rate": rate,
     }
+
+
+def _policy_loss(
+    logprobs: torch.Tensor, proximal: torch.Tensor, batch: MicroBatch, share: Share, objective: ObjectiveConfig
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    clips = {"clip_low": objective.clip_low, "clip_high": objective.clip_high}
+    if objective.ratio == "sequence":
+        return gspo_loss(
+            logprobs,
+            proximal,
+            batch.advantages,
+            batch.loss_mask,
+            batch.rows,
+            response_count=share.response_count,
+            **clips,
+        )
+    return dapo_loss(
+        logprobs,
+        batch.behaviour_logprobs if objective.correction == "behaviour" else proximal,
+        batch.behaviour_logprobs,
+        batch.advantages,
+        batch.loss_mask,
+        dual_clip=objective.dual_clip,
+        tis_cap=objective.tis_cap if objective.correction == "decoupled" else None,
+        token_count=share.token_count,
+        **clips,
+    )
 
 
 def _sum_over_ranks(values: dict[str, float | torch.Tensor]) -> dict[str, float]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from scripted_engine import ScriptedEngine
-from tasks.config import RewardConfig, SamplingConfig
+from tasks.config import PromptSource, RewardConfig, SamplingConfig
 from tasks.generate.engine import EngineError
 from tasks.generate.rollout import Sampler, request_id, roll_out
 from tasks.generate.scheduler import Scheduler, StopRules
@@ -44,7 +44,7 @@ def never_right(data_source, solution_str, ground_truth, extra_info):
 
 def prompt_set(count):
     prompts = [Prompt(f"p{i:06d}", "test", "", np.array([i], np.int32), {}) for i in range(count)]
-    return PromptSet(tuple(prompts), 0, "")
+    return [PromptSet(PromptSource(path="test"), tuple(prompts), "")]
 
 
 def trajectory(group="g", member=0, tokens=0, version=0, **changes):

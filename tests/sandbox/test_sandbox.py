@@ -98,8 +98,8 @@ def test_response_lengths_have_a_heavy_tail(name):
     ],
 )
 def test_reward_is_one_exactly_for_the_right_answer(response, ground_truth, score):
-    assert compute_score("sandbox/sums", response, ground_truth) == score
-    assert compute_score("sandbox/sums", response, ground_truth, {"index": 0, "terms": 4}) == score
+    assert compute_score("sandbox/sums", response, ground_truth)["accuracy"] == score
+    assert compute_score("sandbox/sums", response, ground_truth, {"index": 0, "terms": 4})["accuracy"] == score
 
 
 def test_tokenizer_has_one_token_per_character_and_decodes_to_the_same_text(tokenizer):

@@ -115,7 +115,7 @@ def test_chunks_of_logits_and_recomputed_activations_change_no_gradient(tmp_path
     found = gradients(load(directory, activation_checkpointing=True), rows)
     assert expected.keys() == found.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=0.0, atol=1e-5)
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-5)
         assert gradient.abs().max() > 0
 
 
