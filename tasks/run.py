@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 
 from tasks.carry_over.shards import ShardError, read_shards, write_shards
-from tasks.config import ConfigError, PromptSource, RunConfig
+from tasks.config import ConfigError, RunConfig
 from tasks.faults import task_faults
 from tasks.policy import MANIFEST, OPTIMIZER_MANIFEST, first_damage, publish_initial_policy
 from tasks.prompts import warm_prompts
@@ -38,6 +36,7 @@ from tasks.storage import (
     write_json,
     write_state,
 )
+from tasks.validate import check_data
 
 
 class Start(NamedTuple):
@@ -140,21 +139,6 @@ def _damaged_shards(url: str) -> str | None:
     except ShardError as error:
         return str(error)
     return None
-
-
-def check_data(config: RunConfig, model_directory: str, sources: Sequence[PromptSource]) -> None:
-    """Read all prompts and say how many there are. Raises ConfigError or DataError naming what cannot work."""
-    architecture = json.loads(Path(model_directory, "config.json").read_text())
-    positions = architecture.get("text_config", architecture).get("max_position_embeddings")
-    if positions is not None and positions < config.max_context_tokens:
-        raise ConfigError(
-            f"{config.model.path}: the model takes {positions} tokens, but data.max_prompt_tokens + "
-            f"sampling.max_response_tokens (or engine.max_context_tokens) is {config.max_context_tokens}; lower them"
-        )
-    for source in sources:
-        _, (each,) = warm_prompts([source], model_directory, config)
-        again = f", {each.duplicates} as asked before" if each.duplicates else ""
-        say(f"{source.path}: {len(each.prompts)} prompts, {each.too_long} dropped as too long{again}")
 
 
 @task(retries=3, enable_deck=True, deck_fields=())

@@ -15,7 +15,6 @@ from tasks.policy import MANIFEST, publish_initial_policy
 from tasks.report.lines import evaluation_lines
 from tasks.report.progress import chatter_to, say
 from tasks.rewards.scorers import check_scorers
-from tasks.run import check_data
 from tasks.storage import (
     existing_directory,
     fetch_model,
@@ -25,6 +24,7 @@ from tasks.storage import (
     write_arrow,
     write_json,
 )
+from tasks.validate import check_data
 
 
 class Subject(NamedTuple):
