@@ -561,6 +561,10 @@ class RunConfig(Settings):
                 for source in sources
                 if (unknown := sorted(source.columns.keys() - set(COLUMNS)))
             ]
+        if weighted := [source.label for source in self.data.heldout if source.weight != 1.0]:
+            problems.append(
+                f"data.heldout: weight of {', '.join(weighted)}: every held-out prompt is answered; remove the weight"
+            )
         if too_many := [k for k in self.evaluate.ks if k > self.evaluate.samples_per_prompt]:
             problems.append(
                 f"evaluate.at = {list(self.evaluate.ks)}: pass@{max(too_many)} needs evaluate.samples_per_prompt of at "

@@ -12,7 +12,10 @@ from tasks.carry_over.shards import write_shards
 from tasks.config import ConfigError, RunConfig
 from tasks.policy import file_sha256, publish_initial_policy
 from tasks.report.metrics import METRICS
-from tasks.run import _latest_good_state, _resume, prepare, record
+from tasks.prompt_files import DataError
+from tasks.prompts import warm_prompts
+from tasks.resume import changed_settings, fingerprints
+from tasks.run import _latest_good_state, _resume, conclude, prepare, record
 from tasks.storage import RunState, existing_directory, latest_state, states, write_state
 from tasks.train.task import train
 from tasks.trajectory import BATCH_SCHEMA
@@ -107,3 +110,89 @@ def test_without_a_good_state_there_is_nothing_to_continue(run):
     with pytest.raises(ConfigError, match="resume = 'latest-good': there is no run to continue"):
         _resume(config)
     assert latest_state(str(run)) is None
+
+
+@pytest.fixture
+def resumable(tmp_path, tiny_model):
+    """Settings of a run that has just begun, with trajectories in its carry."""
+    settings = recipe(
+        output=str(tmp_path),
+        name="run",
+        model={"path": str(tiny_model)},
+        data={"train": str(write_prompts(tmp_path / "train.jsonl"))},
+    )
+    config = RunConfig.model_validate(settings)
+    prepare(config=config)
+    _, sets = warm_prompts(config.data.train, str(tiny_model), config)
+    known = fingerprints(config, str(tiny_model), sets)
+    write_shards(group("g", [0.0, 1.0]), str(tmp_path / "run/carry/0000"), fingerprints=known)
+    return settings | {"resume": "latest"}
+
+
+def changed(settings, section, key, value):
+    return RunConfig.model_validate(settings | {section: settings.get(section, {}) | {key: value}})
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "was"),
+    [
+        ("train", "ranks", 2, 1),
+        ("train", "learning_rate", 1e-5, 1e-3),
+        ("engine", "gpu_memory_utilization", 0.5, 0.9),
+        ("partial_rollout", "max_in_flight", 8, 16),
+        ("sampling", "seed_requests", False, True),
+        ("reward", "function", "tasks.rewards.math:compute_score", "tasks.rewards.sums:compute_score"),
+    ],
+)
+def test_a_setting_that_no_book_rests_on_may_change_and_is_said(resumable, section, key, value, was, capsys):
+    assert prepare(config=changed(resumable, section, key, value)).iteration == 0
+    assert f"changed since then: {section}.{key}: {was!r} → {value!r}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        ("sampling", "temperature", 0.5, "another sampling (sampling.temperature: 1.0 → 0.5)"),
+        ("sampling", "max_response_tokens", 40, "another sampling (sampling.max_response_tokens: 48 → 40)"),
+        ("data", "shuffle", False, "(data.shuffle: True → False)"),
+        ("data", "max_prompt_tokens", 4, "another prompts (data.max_prompt_tokens: 16 → 4)"),
+    ],
+)
+def test_a_setting_that_would_break_the_books_is_refused_by_name(resumable, section, key, value, message, tmp_path):
+    write_prompts(tmp_path / "train.jsonl", 8)
+    with pytest.raises(DataError) as error:
+        prepare(config=changed(resumable, section, key, value))
+    assert message in str(error.value)
+    assert "continue with the recipe they were sampled with" in str(error.value)
+
+
+def test_other_prompts_in_the_same_file_are_refused(resumable, tmp_path):
+    write_prompts(tmp_path / "train.jsonl", 7)
+    with pytest.raises(DataError, match="were sampled with another prompts;"):
+        prepare(config=RunConfig.model_validate(resumable))
+
+
+def test_settings_that_never_matter_are_not_called_changes():
+    before = recipe(iterations=2, output="here", resume=None)
+    assert changed_settings(before, before | {"iterations": 9, "output": "there", "resume": "latest"}) == {}
+    assert changed_settings(before, before | {"seed": 2}) == {"seed": "None → 2"}
+
+
+def test_the_best_policy_is_named_and_kept_while_others_go(tmp_path, tiny_model):
+    config = RunConfig.model_validate(
+        recipe(output=str(tmp_path), name="run", iterations=5, keep_last=1, keep_best="evaluate/accuracy")
+    )
+    for iteration, accuracy in enumerate((0.3, 0.7, 0.5, float("nan"), 0.6)):
+        version = iteration + 1
+        for stage in ("policy", "optimizer", "carry"):
+            (tmp_path / "run" / stage / f"{version:04d}").mkdir(parents=True)
+        metrics = [dict.fromkeys(METRICS, 0.0) | {"evaluate/accuracy": accuracy}]
+        optimizer = existing_directory(f"{tmp_path}/run/optimizer/{version:04d}")
+        record(config=config, iteration=iteration, version=version, optimizer=optimizer, metrics=metrics)
+    best = json.loads((tmp_path / "run" / "best.json").read_text())
+    # Iteration 1 began with the policy that iteration 0 had made.
+    assert best == {"metric": "evaluate/accuracy", "value": 0.7, "policy": "policy/0001", "iteration": 1}
+    assert sorted(path.name for path in (tmp_path / "run" / "policy").iterdir()) == ["0001", "0005"]
+    policy = existing_directory(f"{tmp_path}/run/policy/0005")
+    conclude(config=config, policy=policy, recorded=[], final=[{"evaluate/accuracy": 0.9}])
+    assert json.loads((tmp_path / "run" / "best.json").read_text())["policy"] == "policy/0005"

@@ -42,6 +42,12 @@ def test_only_what_no_kept_state_needs_is_removed(tmp_path, keep_last, keep_ever
     assert latest_state(str(tmp_path)).iteration == 6
 
 
+def test_the_best_policy_is_kept_with_what_its_state_needs(tmp_path):
+    remove_superseded(make_run(tmp_path, 6), 1, 0, best=2)
+    assert kept(tmp_path, "state") == kept(tmp_path, "carry") == [2, 6]
+    assert kept(tmp_path, "policy") == [2, 5]
+
+
 def test_what_is_being_written_for_the_next_iteration_stays(tmp_path):
     run = make_run(tmp_path, 3)
     (tmp_path / "carry" / "0004").mkdir()

@@ -29,6 +29,11 @@ def test_one_member_or_equal_members_have_no_advantage():
     assert len(group_advantages([], [])) == 0
 
 
+def test_without_scale_only_the_mean_is_taken_away():
+    rewards, groups = [1.0, -1.0, -1.0, -1.0, 0.5, 0.0], ["a"] * 4 + ["b"] * 2
+    assert group_advantages(rewards, groups, scale=False).tolist() == [1.5, -0.5, -0.5, -0.5, 0.25, -0.25]
+
+
 def test_lengths_must_agree():
     with pytest.raises(ValueError, match="2 rewards but 1 group ids"):
         group_advantages([1.0, 2.0], ["a"])
