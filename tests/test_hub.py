@@ -40,7 +40,7 @@ def hub(tiny_model, monkeypatch, tmp_path):
             if self.command == "GET":
                 self.wfile.write(content)
 
-        def do_GET(self):  # noqa: N802
+        def do_GET(self):
             asked.append(self.path)
             if "/house/gated" in self.path:
                 self.answer(403, X_Error_Code="GatedRepo")
@@ -48,6 +48,10 @@ def hub(tiny_model, monkeypatch, tmp_path):
                 self.answer(404, X_Error_Code="RepoNotFound")
             elif not any(part in self.path for part in ("/main", "/v1", COMMIT)):
                 self.answer(404, X_Error_Code="RevisionNotFound")
+            elif "/tree/" in self.path:
+                oid = {name: hashlib.sha1(content).hexdigest() for name, content in files.items()}
+                tree = [{"type": "file", "path": name, "size": len(files[name]), "oid": oid[name]} for name in files]
+                self.answer(200, json.dumps(tree).encode())
             elif self.path.startswith("/api/models/"):
                 listing = [{"rfilename": name} for name in files]
                 self.answer(200, json.dumps({"id": "house/tiny", "sha": COMMIT, "siblings": listing}).encode())

@@ -11,9 +11,9 @@ from rows import group
 from tasks.carry_over.shards import write_shards
 from tasks.config import ConfigError, RunConfig
 from tasks.policy import file_sha256, publish_initial_policy
-from tasks.report.metrics import METRICS
 from tasks.prompt_files import DataError
 from tasks.prompts import warm_prompts
+from tasks.report.metrics import METRICS
 from tasks.resume import changed_settings, fingerprints
 from tasks.run import _latest_good_state, _resume, conclude, prepare, record
 from tasks.storage import RunState, existing_directory, latest_state, states, write_state
@@ -119,7 +119,7 @@ def resumable(tmp_path, tiny_model):
         output=str(tmp_path),
         name="run",
         model={"path": str(tiny_model)},
-        data={"train": str(write_prompts(tmp_path / "train.jsonl"))},
+        data={"train": str(write_prompts(tmp_path / "train.jsonl", 12))},
     )
     config = RunConfig.model_validate(settings)
     prepare(config=config)
@@ -158,8 +158,7 @@ def test_a_setting_that_no_book_rests_on_may_change_and_is_said(resumable, secti
         ("data", "max_prompt_tokens", 4, "another prompts (data.max_prompt_tokens: 16 → 4)"),
     ],
 )
-def test_a_setting_that_would_break_the_books_is_refused_by_name(resumable, section, key, value, message, tmp_path):
-    write_prompts(tmp_path / "train.jsonl", 8)
+def test_a_setting_that_would_break_the_books_is_refused_by_name(resumable, section, key, value, message):
     with pytest.raises(DataError) as error:
         prepare(config=changed(resumable, section, key, value))
     assert message in str(error.value)
@@ -186,7 +185,7 @@ def test_the_best_policy_is_named_and_kept_while_others_go(tmp_path, tiny_model)
         version = iteration + 1
         for stage in ("policy", "optimizer", "carry"):
             (tmp_path / "run" / stage / f"{version:04d}").mkdir(parents=True)
-        metrics = [dict.fromkeys(METRICS, 0.0) | {"evaluate/accuracy": accuracy}]
+        metrics = [dict.fromkeys(METRICS.keys() - {"iteration"}, 0.0) | {"evaluate/accuracy": accuracy}]
         optimizer = existing_directory(f"{tmp_path}/run/optimizer/{version:04d}")
         record(config=config, iteration=iteration, version=version, optimizer=optimizer, metrics=metrics)
     best = json.loads((tmp_path / "run" / "best.json").read_text())
@@ -194,5 +193,5 @@ def test_the_best_policy_is_named_and_kept_while_others_go(tmp_path, tiny_model)
     assert best == {"metric": "evaluate/accuracy", "value": 0.7, "policy": "policy/0001", "iteration": 1}
     assert sorted(path.name for path in (tmp_path / "run" / "policy").iterdir()) == ["0001", "0005"]
     policy = existing_directory(f"{tmp_path}/run/policy/0005")
-    conclude(config=config, policy=policy, recorded=[], final=[{"evaluate/accuracy": 0.9}])
+    conclude(config=config, policy=policy, recorded=[], final=[metrics[0] | {"evaluate/accuracy": 0.9}])
     assert json.loads((tmp_path / "run" / "best.json").read_text())["policy"] == "policy/0005"

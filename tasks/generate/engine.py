@@ -111,7 +111,7 @@ class VLLMEngine:
             arguments.enable_chunked_prefill = False  # vLLM cannot rewind a CPU generator after part of a prompt
             arguments.max_num_batched_tokens = max(settings.max_batched_tokens or 4096, config.max_context_tokens)
         self._llm = LLMEngine.from_engine_args(arguments)
-        self._stop_ids = _end_of_sequence_ids(model_directory)
+        self._stop_ids: list[int] = []
         self.version: int | None = None
         self._fingerprint: str | None = None
 
@@ -136,6 +136,7 @@ class VLLMEngine:
                     )
             if not self._llm.reset_prefix_cache():
                 raise EngineError("the engine kept prefixes computed with the weights before")
+        self._stop_ids = _end_of_sequence_ids(policy_directory)
         self.version, self._fingerprint = policy.version, policy.fingerprint
 
     def admit(self, request: Request, sampling: SamplingConfig) -> None:
