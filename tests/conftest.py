@@ -134,3 +134,33 @@ def s3(s3_server, monkeypatch, request):
     bucket = f"bucket-{abs(hash(request.node.nodeid))}"
     fsspec.filesystem("s3").mkdir(bucket)
     return f"s3://{bucket}"
+
+
+def one_iteration(config: RunConfig, folder: Path) -> dict[str, float]:
+    """Generate, carry over and train from `model.path`, on directories in `folder`; returns what train measured.
+
+    They are `policy`, `rollouts`, `batch`, `carry` and, with the weights that were trained, `new`.
+    """
+    from tasks.carry_over.shards import write_shards
+    from tasks.carry_over.stage import carry_over_rollouts
+    from tasks.generate.stage import generate_rollouts
+    from tasks.policy import publish_initial_policy
+    from tasks.train.launch import train_on_ranks
+    from tasks.train.stage import Directories
+
+    policy, rollouts, batch, carry = (str(folder / part) for part in ("policy", "rollouts", "batch", "carry"))
+    publish_initial_policy(config.model.path, policy)
+    write_shards([], str(folder / "nothing"))
+    generate_rollouts(config, 0, policy, str(folder / "nothing"), rollouts)
+    carry_over_rollouts(config, 0, rollouts, batch, carry)
+    return train_on_ranks(
+        config,
+        Directories(
+            policy=policy,
+            optimizer=None,
+            batch=batch,
+            new_policy=str(folder / "new"),
+            new_optimizer=str(folder / "optimizer"),
+            progress=str(folder / "progress"),
+        ),
+    ).metrics

@@ -10,16 +10,12 @@ import torch
 import transformers
 import yaml
 
-from conftest import save_tiny_model
+from conftest import one_iteration, save_tiny_model
 from tasks import memory
-from tasks.carry_over.shards import read_shards, write_shards
-from tasks.carry_over.stage import carry_over_rollouts
+from tasks.carry_over.shards import read_shards
 from tasks.config import RunConfig
-from tasks.generate.stage import generate_rollouts
 from tasks.memory import GIB, sampling_needs, training_needs
-from tasks.policy import publish_initial_policy, read_policy
-from tasks.train.launch import train_on_ranks
-from tasks.train.stage import Directories
+from tasks.policy import read_policy
 from tasks.validate import main, with_settings
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -140,16 +136,8 @@ def test_each_recipe_runs_through_generate_and_train_at_an_eighth_of_its_width(n
     config = config.model_copy(
         update={"reward": config.reward.model_copy(update={"function": "parity_reward:compute_score"})}
     )
-    policy, rollouts, batch, carry = (str(tmp_path / part) for part in ("policy", "rollouts", "batch", "carry"))
-    publish_initial_policy(config.model.path, policy)
-    write_shards([], f"{carry}/0")
-    generate_rollouts(config, 0, policy, f"{carry}/0", rollouts)
-    carry_over_rollouts(config, 0, rollouts, batch, f"{carry}/1")
-    assert len(read_shards(batch))
-    directories = Directories(
-        policy, None, batch, str(tmp_path / "new"), str(tmp_path / "optimizer"), str(tmp_path / "p")
-    )
-    metrics = train_on_ranks(config, directories).metrics
+    metrics = one_iteration(config, tmp_path)
+    assert len(read_shards(str(tmp_path / "batch")))
     assert metrics["train/updates"] > 0
     assert metrics["train/logprob_difference_fresh"] < 0.02  # both compute in bfloat16
     assert read_policy(str(tmp_path / "new"), verify=True).version == 1

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import transformers
+from torch._dynamo.utils import counters
 from training_rows import Bench, assert_same_weights, random_rows
 
 from tasks.config import ConfigError
@@ -151,10 +152,19 @@ def test_bfloat16_master_weights_lose_small_updates_and_float32_keeps_them(bench
     assert moved["float32"] > 0.5 * total
 
 
-def test_compiled_layers_train_as_plain_ones(bench, make_config):
+def test_compiled_layers_train_as_plain_ones(bench, make_config, monkeypatch):
+    """Captured, differentiated and run by torch.compile; the C++ it would generate, half a minute of it, is not."""
+    plain_compile = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **options: plain_compile(self, backend="aot_eager", **options)
+    )
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     rows = random_rows(4)
+    captured = counters["frames"]
     for name, compiled in (("plain", False), ("compiled", True)):
+        before = captured["ok"]
         bench.train(make_config(train={"compile": compiled, "learning_rate": 1e-4}), rows, name=name)
+        assert (captured["ok"] > before) == compiled
     assert_same_weights(bench.weights("compiled"), bench.weights("plain"), atol=1e-5)
 
 
