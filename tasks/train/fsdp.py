@@ -140,6 +140,8 @@ def load_model(config: RunConfig, policy_directory: str) -> PolicyModel:
         mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
         reshard_after_forward=True,
     )
+    if config.train.compile:
+        _let_compile()
     for layer in _layers(model):
         if config.train.activation_checkpointing:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
@@ -160,6 +162,12 @@ def _fuse_kernels(model: PreTrainedModel, device: torch.device) -> None:
     except ImportError as error:
         raise ConfigError(f"train.fused_kernels: true needs the extra `liger` ({error})") from error
     _apply_liger_kernel_to_instance(model=model)
+
+
+def _let_compile() -> None:
+    """An engine in this process has turned torch.compile off for itself, where `engine.enforce_eager` is set."""
+    os.environ.pop("TORCHDYNAMO_DISABLE", None)
+    torch._dynamo.config.disable = False
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -158,7 +158,8 @@ def test_compiled_layers_train_as_plain_ones(bench, make_config, monkeypatch):
     monkeypatch.setattr(
         torch.nn.Module, "compile", lambda self, **options: plain_compile(self, backend="aot_eager", **options)
     )
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # as an engine in this process may have done
+    monkeypatch.setattr(torch._dynamo.config, "disable", True)
     rows = random_rows(4)
     captured = counters["frames"]
     for name, compiled in (("plain", False), ("compiled", True)):
