@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 VOCABULARY = 70  # no multiple of 64, to which vLLM pads, and more than the tokenizer's 46
 SMALL = {
     "vocab_size": VOCABULARY,
-    "hidden_size": 64,
+    "hidden_size": 128,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
