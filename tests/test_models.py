@@ -199,7 +199,12 @@ def test_an_iteration_on_the_real_weights_of_gemma(gemma, tmp_path):
         "partial_rollout": {"max_engine_steps": 30},
         "reward": {"function": f"{ROOT}/tests/workflows/parity_reward.py:compute_score"},
         "engine": {"dtype": "bfloat16", "kv_cache_gib": 0.5},
-        "train": {"param_dtype": "bfloat16", "mini_batch_responses": 8, "learning_rate": 1e-6},
+        "train": {
+            "param_dtype": "bfloat16",
+            "micro_batch_tokens": 256,
+            "mini_batch_responses": 8,
+            "learning_rate": 1e-6,
+        },
     }
     data = {"train": str(prompts)}
     with pytest.raises(DataError, match="without the tokenizer's beginning-of-sequence token '<bos>'"):
