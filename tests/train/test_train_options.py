@@ -152,14 +152,14 @@ def test_bfloat16_master_weights_lose_small_updates_and_float32_keeps_them(bench
     assert moved["float32"] > 0.5 * total
 
 
+@torch._dynamo.config.patch(disable=True)
 def test_compiled_layers_train_as_plain_ones(bench, make_config, monkeypatch):
     """Captured, differentiated and run by torch.compile; the C++ it would generate, half a minute of it, is not."""
     plain_compile = torch.nn.Module.compile
     monkeypatch.setattr(
         torch.nn.Module, "compile", lambda self, **options: plain_compile(self, backend="aot_eager", **options)
     )
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # as an engine in this process may have done
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # as with `disable`, what an engine in this process may have done
     rows = random_rows(4)
     captured = counters["frames"]
     for name, compiled in (("plain", False), ("compiled", True)):
