@@ -105,18 +105,27 @@ def write_prompts(path: Path, count: int = 8, **changes) -> Path:
     return path
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def wait_until_listening(server: subprocess.Popen, port: int) -> None:
+    """Until the server takes connections, or has ended."""
+    while server.poll() is None and socket.socket().connect_ex(("127.0.0.1", port)):
+        time.sleep(0.05)
+
+
 @pytest.fixture(scope="session")
 def s3_server():
     """A real S3 server in a process of its own, and the usual variables to reach it; one for all tests, since fsspec
     remembers its connections."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen(
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stderr=subprocess.DEVNULL
     )
-    while server.poll() is None and socket.socket().connect_ex(("127.0.0.1", port)):
-        time.sleep(0.05)
+    wait_until_listening(server, port)
     yield {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": "test",

@@ -60,7 +60,8 @@ def hub(tiny_model, monkeypatch, tmp_path):
                 etag = f'"{hashlib.sha1(content).hexdigest()}"'
                 self.answer(200, content, ETag=etag, X_Repo_Commit=COMMIT)
 
-        do_HEAD = do_GET  # noqa: N815
+        def do_HEAD(self):
+            self.do_GET()
 
         def log_message(self, *_):
             pass

@@ -2,10 +2,8 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -14,9 +12,10 @@ import pytest
 import torch
 import transformers
 from test_engine import reference_logprobs, requests, sample
+from test_policy_model import save_model
 from training_rows import row
 
-from conftest import one_iteration, recipe, save_tiny_model, write_prompts
+from conftest import free_port, one_iteration, recipe, save_tiny_model, wait_until_listening, write_prompts
 from tasks.carry_over.shards import read_shards
 from tasks.config import RunConfig
 from tasks.generate.engine import warm_engine
@@ -54,13 +53,7 @@ def save(directory, name, dtype=torch.float32):
     """The model with random weights, and a tokenizer of characters beside it."""
     kind, settings = MODELS[name]
     save_tiny_model(directory)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **SMALL | settings))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2.0)
-    model.to(dtype).save_pretrained(directory)
-    return str(directory)
+    return save_model(directory, kind, dtype, **SMALL | settings)
 
 
 def settings_for(folder, model, **sections):
@@ -143,9 +136,7 @@ def test_a_policy_trained_in_the_sandbox_gives_plain_transformers_the_same_logpr
 def test_a_policy_trained_in_the_sandbox_is_served_by_vllm_as_it_is(trained, tmp_path):
     """The module behind `vllm serve`, whose own command the CPU package's name breaks."""
     _, policy = trained
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", policy, "--port", str(port)]
     command += ["--enforce-eager", "--dtype", "float32", "--max-model-len", "256", "--served-model-name", "policy"]
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
@@ -153,8 +144,7 @@ def test_a_policy_trained_in_the_sandbox_is_served_by_vllm_as_it_is(trained, tmp
     with log.open("w") as output:
         server = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
     try:
-        while server.poll() is None and socket.socket().connect_ex(("127.0.0.1", port)):
-            time.sleep(0.2)
+        wait_until_listening(server, port)
         assert server.poll() is None, log.read_text()[-2000:]
 
         def ask(path, **body):
@@ -198,7 +188,7 @@ def test_an_iteration_on_the_real_weights_of_gemma(gemma, tmp_path):
         "sampling": {"max_response_tokens": 24},
         "partial_rollout": {"max_engine_steps": 80, "max_in_flight": 10},  # groups that do not end together
         "reward": {
-            "function": f"{ROOT}/tests/workflows/parity_reward.py:compute_score",
+            "function": "parity_reward:compute_score",
             "score_truncated": True,  # a model that was never told to stop
         },
         "engine": {"dtype": "bfloat16", "kv_cache_gib": 0.5},
@@ -210,8 +200,9 @@ def test_an_iteration_on_the_real_weights_of_gemma(gemma, tmp_path):
         },
     }
     data = {"train": str(prompts)}
+    config = settings_for(tmp_path, gemma, data=data, **sections)
     with pytest.raises(DataError, match="without the tokenizer's beginning-of-sequence token '<bos>'"):
-        warm_prompts(*((config := settings_for(tmp_path, gemma, data=data, **sections)).data.train, str(gemma), config))
+        warm_prompts(config.data.train, str(gemma), config)
     config = settings_for(tmp_path, gemma, data=data | {"add_bos": True}, **sections)
     metrics = one_iteration(config, tmp_path)
     assert metrics["train/updates"] == 1

@@ -146,7 +146,7 @@ def load_model(config: RunConfig, policy_directory: str) -> PolicyModel:
         if config.train.activation_checkpointing:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
         if config.train.compile:
-            layer.compile(dynamic=True)
+            layer.compile(dynamic=True)  # no two micro-batches are of one length
         shard(layer)
     shard(policy)
     policy.to(device)  # buffers; parameters are there already

@@ -37,14 +37,14 @@ ARCHITECTURES = {
 }
 
 
-def save_model(directory, kind, **settings):
+def save_model(directory, kind, dtype=torch.float32, **settings):
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **SMALL | ARCHITECTURES.get(kind, {}) | settings)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2.0)
-    model.save_pretrained(directory)
+    model.to(dtype).save_pretrained(directory)
     return str(directory)
 
 
